@@ -292,8 +292,9 @@ def _add_bench(commands: Any) -> None:
                     "connection. Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
     add = parser.add_argument
     add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models, launch (default: all)")
-    add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures (vit_small) for "
-                                                    "both variants (default: two models, four on a GPU)")
+    add("--models", nargs="+", metavar="NAME",
+        help="variants (vit_small_ortho), or architectures (vit_small) for both variants; NAME:N sets the batch size "
+             "(default: two models, three on a GPU)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
     add("--skips", nargs="+", metavar="NAME",
         help="measure models with linear connections and these skip transforms (orthogonal_tp, ...), instead of models "
@@ -301,27 +302,31 @@ def _add_bench(commands: Any) -> None:
     add("--groups", nargs="+", metavar="N",
         help="also measure models with N channel groups; N = heads means one group per attention head")
     add("--img-size", type=int, metavar="N", help="default: the size of each architecture")
-    add("--batch-size", "-b", type=int, metavar="N", help="default: 256 on a GPU, otherwise 8 (vit_small_ortho: 16)")
+    add("--batch-size", "-b", type=int, metavar="N",
+        help="batch size of all models (default: NAME:N of --models, otherwise 128 on a GPU and 8 on a CPU)")
     add("--shapes", nargs="+", metavar="SHAPE", help="shapes of tensors for the operator: 16x197x384 (tokens), "
                                                      "8x256x56x56 (NCHW, measured in both memory formats)")
-    add("--dtypes", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16; models use the last two in autocast "
-                                                     "(default: float32, on a GPU also bfloat16)")
+    add("--dtypes", nargs="+", metavar="DTYPE",
+        help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
+             "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
     add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="also measure with torch.compile (default: yes)")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
+    add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
-    add("--quick", action="store_true", help="small shapes, models of few blocks, few repetitions: under two minutes")
+    add("--quick", action="store_true", help="small shapes, short models, few repetitions: two to three minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
 
 
 _MEASURED = (
-    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats",
-    "quick")
+    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "modes",
+    "repeats", "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    _require("bench", _PLOTTING)
+    _require("bench", {"tqdm": "tqdm"})
     from .bench import BenchError, bench
     from .runs.provenance import environment
     if parsed.amp and parsed.dtypes:

@@ -12,11 +12,11 @@
 | compile | under ``torch.compile(fullgraph=True, backend="aot_eager")`` the model has the same outputs |
 | onnx | onnxruntime computes the model's outputs from the exported file; needs onnx, onnxscript and onnxruntime |
 
-The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
-request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
-one of the two variants, alternating from module to module. If such a check fails, it is repeated with timm's own model.
-The table marks failures of both models. The exit status is 1 if a check fails only for the variant, if a
-`train` check fails, or if there are no results.
+The check `codegen` is `compile` with the default backend of ``torch.compile``. It takes half a minute per model and
+only runs on request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than
+`train` use only one of the two variants, alternating from module to module. If such a check fails, it is repeated with
+timm's own model. The table marks failures of both models. The exit status is 1 if a check fails only for the variant,
+if a `train` check fails, or if there are no results.
 """
 import argparse
 import json
@@ -41,7 +41,7 @@ EXPORT = {
     "export": exports,
     "compile": compiles,
     "onnx": runs_as_onnx,
-    "inductor": partial(compiles, backend="inductor"),
+    "codegen": partial(compiles, backend="inductor"),
 }
 CHECKS = [*TRAIN, *EXPORT]
 BASE_FAILS = "timm's model fails too"
@@ -50,7 +50,7 @@ BASE_FAILS = "timm's model fails too"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modules", nargs="+", metavar="MODULE", help="modules of timm.models (default: all covered)")
-    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "inductor"])
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "codegen"])
     parser.add_argument("--state", type=Path, metavar="FILE", help="file for the results (default: in a cache folder)")
     parser.add_argument("--fresh", action="store_true", help="discard the results of earlier runs")
     parser.add_argument("--table", action="store_true", help="run nothing, print the results of earlier runs")

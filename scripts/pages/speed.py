@@ -3,7 +3,8 @@
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
 one commit. The tables of docs/speed.md contain all measured cases. If such a table has no rows from a CPU or none from
 a GPU, it lists default cases of `timm-ortho bench` for this kind of device as "not measured". README's table has only
-the launch of a small tensor and the models in `SHOWN`.
+the default models. Rows from GPUs come first. `before_h200.csv` contains what was measured before the kernels were
+rewritten; docs/speed.md shows it in tables of its own.
 """
 import csv
 import textwrap
@@ -19,20 +20,28 @@ from .marked import replaced
 NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
-FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton")
+FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "triton")
 LAUNCHED, LAUNCHES = ("linear", "appendix", "shortest", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
-MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
+MODELS_HEADER = ("on", "model, batch", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
-SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ResNetV2-50": ("resnetv2_50",)}  # models in README's table
-COSTS = (
-    ("training step, eager", "training", "eager", "ratio"),
-    ("training step, torch.compile", "training", "compiled", "ratio"),
-    ("inference, eager", "inference", "eager", "ratio"),
-    ("memory kept for backward (eager)", "training", "eager", "saved_ratio"),
-    ("peak memory, training (eager)", "training", "eager", "peak_ratio"),
-)
-HOW = {"eager": "in eager mode", "inductor": "with `inductor`", "compiled": "under `torch.compile`"}
+SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ViT-B": ("vit_base_patch16_224",),
+         "ResNetV2-50": ("resnetv2_50",)}  # models of the opening paragraph and README's table
+PRECISION = {True: "float32", False: "amp bfloat16"}  # of README's table; True: on a CPU
+COSTS = {  # columns of README's table
+    "training, eager": ("training", "eager", "ratio"), "training, compiled": ("training", "compiled", "ratio"),
+    "inference, eager": ("inference", "eager", "ratio"), "kept for backward": ("training", "eager", "saved_ratio"),
+    "peak memory": ("training", "eager", "peak_ratio"),
+}
+HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}
+BEFORE = {  # table of before_h200.csv -> what its numbers are
+    "eager": "Training step in eager mode. The first two columns are the time of timm's model, and the time until "
+             "Python has issued all of its work. The remaining columns are times divided by timm's",
+    "compiled": "Training step under `torch.compile`, divided by that of timm's compiled model, and peak memory",
+    "memory": "Peak memory of a training step in eager mode, GiB",
+    "kernels": "Kernels: TB/s of the bytes that must move (CUDA graphs, bfloat16 unless noted; a copy reaches 4.2)",
+    "host": "Host time of forward and backward for 1x1x384 in float32",
+}
 LAUNCH_HEADER = (
     "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
     "over shortest")
@@ -41,54 +50,78 @@ BenchRow = Mapping[str, str]
 
 
 def texts(root: Path) -> dict[Path, str]:
-    rows = rows_of(root / "model_cards" / "results")
+    results = root / "model_cards" / "results"
+    rows, old = rows_of(results), before_of(results)
     readme, page = root / "README.md", root / "docs" / "speed.md"
-    return {readme: replaced(readme, {"speed": costs(rows)}),
-            page: replaced(page, {"opening": opening(rows), "speed": section(rows)})}
+    return {readme: replaced(readme, {"speed": costs(rows, old)}),
+            page: replaced(page, {"opening": opening(rows), "speed": section(rows), "before": before(old)})}
 
 
 def rows_of(results: Path) -> list[BenchRow]:
     return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
 
 
-def costs(rows: Sequence[BenchRow]) -> str:
-    """Return README's table: a row for each cost, and a column for each measured device.
+def before_of(results: Path) -> list[BenchRow]:
+    path = results / "before_h200.csv"
+    return read(path) if path.is_file() else []
 
-    If no CPU or no GPU was measured, the table has a column "CPU" or "GPU" of "not measured".
+
+def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
+    """Return README's table: a line for each model, batch size and layout. Default models without rows are listed too.
+
+    While no GPU was measured, a sentence has the range of the ratios before the kernels were rewritten.
     """
-    on_cpu = [row["device"] == "cpu" for row in rows]
-    devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(device, rows)),
-               *(["GPU"] if False not in on_cpu else [])]
-    by_device = {name: [row for row in rows if device(row) == name] for name in devices}
-    lines = [[f"launch, {LAUNCHES[0]}, {step} (times, not a ratio)",
-              *(launch(mine, step) for mine in by_device.values())] for step in MODEL_STEPS]
-    lines += [[f"{name}: {label}", *(ratio(mine, models, *how) for mine in by_device.values())]
-              for name, models in SHOWN.items() for label, *how in COSTS]
-    return markdown(["ratio of orthogonal to linear", *by_device], lines)
+    names = {name for models in SHOWN.values() for name in models}
+    measured = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"
+                and row["dtype"] == PRECISION[row["device"] == "cpu"]]
+    lines = {}
+    for kind, name in (("cuda", "GPU"), ("cpu", "CPU")):
+        mine = [row for row in measured if (row["device"] == "cpu") == (kind == "cpu")]
+        for (on, model, shape, layout), group in cases(mine, "models", "model", "shape", "layout").items():
+            lines[on, subject(model, shape, layout)] = [
+                cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values()]
+        for default in () if mine else DEFAULTS[kind]["models"]:
+            model, _, batch = default.partition(":")
+            lines[name, f"`{model.removesuffix('_ortho')}`, {batch}"] = [NOT_MEASURED] * len(COSTS)
+    table = markdown(["on", "model, batch", *COSTS], [[*key, *cells] for key, cells in lines.items()])
+    steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
+             for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
+    if len(steps) < 2 or any(row["device"] != "cpu" for row in measured):
+        return table
+    sentence = (f"Before the kernels were rewritten, a training step on one {old[0]['device']} took {steps['eager']} "
+                f"as long in eager mode, and {steps['compiled']} under `torch.compile` (bfloat16, [batches of 32 to "
+                "256](docs/speed.md#before-the-kernels-were-rewritten)).")
+    return table + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
 
 
-def ratio(rows: Iterable[BenchRow], models: Sequence[str], step: str, mode: str, name: str) -> str:
-    """Return the ratio `name` of a model in each measured precision, as text. `models` lists the model's names."""
-    matched = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
-             and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
-    sentences = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in matched}
-    if len(sentences) < 2:
-        return next(iter(sentences.values()), NOT_MEASURED)
-    return "; ".join(f"{text} ({dtype})" for dtype, text in sentences.items())
+def subject(model: str, shape: str, layout: str) -> str:
+    """Return model, batch size and, for a convolutional model, the layout."""
+    return ", ".join([f"`{model}`", shape.partition("x")[0], *([layout] if layout != "tokens" else [])])
 
 
-def launch(rows: Iterable[BenchRow], step: str) -> str:
-    ours, linear = (pick(rows, what="launch", shape=LAUNCHES[0], step=step, candidate=name)
-                    for name in ("ortho", "linear"))
-    if not (ours and linear):
+def cost(row: BenchRow, metric: str) -> str:
+    return interval(row) if metric == "ratio" else number(row, metric, "{:.3f}")
+
+
+def before(old: Sequence[BenchRow]) -> str:
+    """Return the tables of what was measured before the kernels were rewritten."""
+    if not old:
         return NOT_MEASURED
-    return " against ".join(f"{float(row['ms_p50']) * 1e3:,.1f} us" for row in (ours, linear))
+    parts = [f"One {old[0]['device']}, {old[0]['date']}, commit {old[0]['commit']}."]
+    tables = {name: [row for row in old if row["table"] == name] for name in BEFORE}
+    for name, mine in ((name, mine) for name, mine in tables.items() if mine):
+        columns = list(dict.fromkeys(row["column"] for row in mine))
+        values = {(row["case"], row["column"]): row["value"] for row in mine}
+        lines = [[case, *(values.get((case, column), "-") for column in columns)]
+                 for case in dict.fromkeys(row["case"] for row in mine)]
+        parts += [f"{BEFORE[name]}:", markdown(["", *columns], lines)]
+    return "\n\n".join(parts)
 
 
 def opening(rows: Sequence[BenchRow]) -> str:
     """Return the opening paragraph of speed.md, with the range of the ratios on each kind of device."""
     sentences = []
-    for kind, on_cpu in (("CPU", True), ("GPU", False)):
+    for kind, on_cpu in (("GPU", False), ("CPU", True)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
         steps = [f"For {name} ({_measured(mine, models)}), the change is {_listed(ranges)}."
                  for name, models in SHOWN.items() if (ranges := [
@@ -99,9 +132,6 @@ def opening(rows: Sequence[BenchRow]) -> str:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
             sentences.append(f"On a {kind} ({', '.join(names)}), the time of a training step changes as follows if "
                              f"orthogonal connections replace linear connections. {' '.join(steps)}")
-            if any(HOW["inductor"] in step for step in steps):
-                sentences.append("The backend `inductor` compiles only the update, and `torch.compile` compiles the "
-                                 "whole model.")
         if small:
             appendix, linear = (times([float(row[column]) for row in small])
                                 for column in ("appendix_ratio_p50", "ratio_p50"))
@@ -143,8 +173,10 @@ def times(matched: Sequence[float]) -> str:
 
 def section(rows: Sequence[BenchRow]) -> str:
     """Return the tables of models, operator and launches for speed.md, and the sources of their rows."""
-    tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
-              for what, (header, lines) in TABLES.items()]
+    tables = []
+    for what, (header, lines) in TABLES.items():
+        cells = [*unmeasured(rows, what, len(header)), *lines(rows)]
+        tables.append(markdown(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
     return "\n\n".join(filter(None, [*tables, sources(rows)]))
 
 
@@ -176,9 +208,10 @@ def device(row: BenchRow) -> str:
 def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
     """Return lines for the default cases of the CPU, the GPU, or both, if the table `what` has no rows from them."""
     lines = []
-    for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
+    for kind, name in (("cuda", "GPU"), ("cpu", "CPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
-            subjects = {"models": DEFAULTS[kind]["models"], "operator": DEFAULTS[kind]["shapes"], "launch": LAUNCHES}
+            models = [model.replace(":", ", ") for model in DEFAULTS[kind]["models"]]
+            subjects = {"models": models, "operator": DEFAULTS[kind]["shapes"], "launch": LAUNCHES}
             lines += [[name, subject, *[NOT_MEASURED] * (width - 2)] for subject in subjects[what]]
     return lines
 
@@ -207,11 +240,12 @@ def number(row: BenchRow, column: str, form: str, unit: float = 1) -> str:
 
 def model_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
     lines = []
-    for (on, model, candidate, *how), mine in cases(rows, "models", "model", "candidate", "layout", "dtype").items():
+    labels = ("model", "shape", "candidate", "layout", "dtype")
+    for (on, model, shape, candidate, *how), mine in cases(rows, "models", *labels).items():
         if candidate != "linear":
             eager, compiled = (pick(mine, step="training", mode=mode) for mode in ("eager", "compiled"))
             name, bracket, arguments = model.partition("(")
-            lines.append([on, f"{name}_{candidate}{bracket}{arguments}", ", ".join(how),
+            lines.append([on, f"{name}_{candidate}{bracket}{arguments}, {shape.partition('x')[0]}", ", ".join(how),
                           *(interval(pick(mine, step=step, mode=mode)) for step, mode in SITUATIONS),
                           number(eager, "saved_ratio", "{:.3f}"), number(compiled, "saved_ratio", "{:.3f}"),
                           number(eager, "peak_ratio", "{:.3f}")])

@@ -119,12 +119,17 @@ def test_cuda_clock(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
-    clock = Clock(torch.device("cpu"))
+    clock = Clock(torch.device("cpu"), flushes=2)
     clock.device = torch.device("cuda")
     clock.buffer = SimpleNamespace(zero_=lambda: log.append("flush"))
     candidate = Candidate("torch", lambda state: log.append("run"), lambda: log.append("prepare"))
     assert clock(candidate, 2) == 4.0
-    assert log == ["prepare", "flush", "event", "run", "event"] * 2 + ["synchronize"]
+    assert log == ["prepare", "flush", "flush", "event", "run", "event"] * 2 + ["synchronize"]
+
+
+def test_without_flushes_there_is_no_buffer():
+    assert Clock(torch.device("cpu"), flushes=0).buffer.nbytes == 0
+    assert Clock(torch.device("cpu"), flushes=2).buffer.nbytes == clock_module.FLUSHED_BYTES["cpu"]
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):

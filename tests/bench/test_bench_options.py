@@ -2,8 +2,10 @@
 import pytest
 import torch
 
-from timm_ortho import backends, bench, cli
+from timm_ortho import bench, cli
+from timm_ortho.bench import options
 from timm_ortho.bench.options import SHORT
+from timm_ortho.functional import use_backend
 from timm_ortho.runs import provenance
 
 
@@ -12,6 +14,12 @@ from timm_ortho.runs import provenance
     (["--skips", "ortho_tp"], "unknown skip 'ortho_tp', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
                               "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
+    (["--dtypes", "mixed"], "unknown dtype 'mixed'"),  # only the operator has it
+    (["--modes", "compile"], "unknown mode 'compile', known are 'eager', 'compiled'; did you mean 'compiled'?"),
+    (["--modes", "inductor"], "backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                              "compiled), or choose 'torch' or 'auto'"),
+    (["--models", "vit_small_ortho:0"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:0'"),
+    (["--models", "vit_small_ortho:x"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:x'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
     (["--device", "cpu:x"], "--device cpu:x:"),
     (["--shapes", "16x197"], "--shapes must be tokens (16x197x384) or NCHW (8x256x56x56), got '16x197'"),
@@ -65,9 +73,9 @@ def test_no_gpu(capsys):
 
 
 def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
-    monkeypatch.setattr(backends, "_default", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert cli.main(["bench", "--device", "cpu"]) == 2
+    with use_backend("triton"):
+        assert cli.main(["bench", "--device", "cpu"]) == 2
     assert "TIMM_ORTHO_BACKEND" in capsys.readouterr().err
 
 
@@ -90,6 +98,28 @@ def test_options_are_passed_on(monkeypatch, tmp_path):
     assert environment["torch"] == provenance.environment()["torch"]
     assert output == tmp_path
     assert command.startswith("timm-ortho bench --what models --amp -b 4 ")
+
+
+def test_batch_sizes_and_modes():
+    def resolved(**requested):
+        options = bench.resolve({"device": "cpu", "what": ["models"], **requested})
+        return [(model.base, model.batch[0]) for model in options.models], tuple(options.modes)
+
+    assert resolved() == ([("vit_small", 16), ("resnetv2_50", 8)], ("eager", "compiled"))
+    assert resolved(batch_size=2)[0] == [("vit_small", 2), ("resnetv2_50", 2)]
+    twice = ["vit_small_ortho:3", "vit_small_ortho:4", "vit_small_ortho"]
+    assert resolved(models=twice, compile=False) == ([("vit_small", 3), ("vit_small", 4), ("vit_small", 8)], ("eager",))
+    assert resolved(models=twice, batch_size=2, modes=["compiled"]) == ([("vit_small", 2)], ("compiled",))
+
+
+def test_defaults_of_a_gpu(monkeypatch):
+    """The defaults take five minutes, so there is no torch.compile."""
+    monkeypatch.setattr(options, "_device", torch.device)
+    resolved = bench.resolve({"device": "cuda"})
+    assert [(model.base, model.batch[0], model.suffixes) for model in resolved.models] == [
+        ("vit_small_patch16_224", 128, ["_ortho"]), ("vit_small_patch16_224", 256, ["_ortho"]),
+        ("vit_base_patch16_224", 128, ["_ortho"]), ("resnetv2_50", 128, ["_ortho"])]
+    assert (tuple(resolved.modes), tuple(resolved.dtypes), resolved.compile) == (("eager",), ("bfloat16",), False)
 
 
 def test_quick_shortens_its_own_models_only():

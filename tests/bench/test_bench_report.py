@@ -1,4 +1,5 @@
 """bench/report.py: metrics computed from known times, and the files and tables of `timm-ortho bench`."""
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -6,7 +7,7 @@ from helpers.bench_runs import read
 
 from timm_ortho import bench, cli
 from timm_ortho.bench import report
-from timm_ortho.bench.report import METRICS, Result, quantiles, rows, tables, write
+from timm_ortho.bench.report import METRICS, Result, quantiles, rows, tables, write_plot, write_rows
 
 
 def group(**candidates):
@@ -91,18 +92,54 @@ def test_an_interrupted_run_writes_the_finished_groups(tmp_path, monkeypatch, ca
 
 def test_files_are_written_atomically(tmp_path, monkeypatch):
     measured = rows({"what": "operator", "step": "both"}, 0, [Result("linear", ms=[1.0])])
-    write(tmp_path, measured)
-    before = (tmp_path / "bench.csv").read_bytes()
-    for module, name in ((report, "plot"), (report.os, "replace")):
+    for write, name in ((write_rows, "bench.csv"), (write_plot, "bench.svg")):
+        write(tmp_path, measured)
+        before = (tmp_path / name).read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda *_: 1 / 0)
+            patch.setattr(report.os, "replace", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 write(tmp_path, measured * 2)
-    assert (tmp_path / "bench.csv").read_bytes() == before
+        assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_rows_are_written_after_each_group(tmp_path, monkeypatch):
+    """A process that is killed leaves the rows of its finished groups."""
+    written = []
+
+    def measured(candidates, *_, **__):
+        written.append(len(read(tmp_path)) if (tmp_path / "bench.csv").exists() else 0)
+        return [Result(one.name, ms=[1.0]) for one in candidates[:2]]
+
+    monkeypatch.setattr(bench, "measure", measured)
+    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--no-compile", "--shapes", "1x2x3", "--output",
+                     str(tmp_path)]) == 0
+    assert written == [0, 2, 4, 6, 8, 10]
+
+
+def test_without_matplotlib_there_is_no_plot(tmp_path, monkeypatch, capsys):
+    for name in ("timm_ortho.bench.plot", "matplotlib"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [NoMatplotlib(), *sys.meta_path])
+    monkeypatch.setattr(bench, "measure", lambda candidates, *_, **__: [Result(candidates[0].name, ms=[1.0])])
+    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--no-compile", "--shapes", "1x2x3", "--output",
+                     str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.csv"]
+    assert capsys.readouterr().out.endswith("bench.csv, no plot, because matplotlib is not installed\n")
+
+
+class NoMatplotlib:
+    """An import finder for which matplotlib is not installed."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_a_run_without_results_still_writes_its_notes(tmp_path):
     failed = rows({"what": "models", "step": "training"}, 1, [Result("linear", note="no memory")])
-    write(tmp_path, failed)
+    write_rows(tmp_path, failed)
+    write_plot(tmp_path, failed)
     assert read(tmp_path)[0]["note"] == "no memory"
     assert "no memory" in tables(failed)

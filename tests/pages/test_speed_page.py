@@ -8,6 +8,9 @@ from scripts.pages.marked import begin, end
 from timm_ortho.bench.options import DEFAULTS
 from timm_ortho.bench.report import COLUMNS
 
+GPU_MODELS = ["vit_small_patch16_224_ortho, 128", "vit_small_patch16_224_ortho, 256",
+              "vit_base_patch16_224_ortho, 128", "resnetv2_50_ortho, 128"]
+
 
 def fake_csv(folder, name, rows):
     common = dict(device="cpu", cpu="Some CPU, 2 cores, 2 threads", torch="2.9", triton="3.5", timm="1.0.31", driver="",
@@ -21,8 +24,9 @@ def fake_csv(folder, name, rows):
 
 
 def model_row(step, mode, p50, **more):
-    row = dict(what="models", model="vit_small", layout="tokens", dtype="float32", candidate="ortho", step=step,
-               mode=mode, ratio_p20=p50 - 0.01, ratio_p50=p50, ratio_p80=p50 + 0.02, saved_ratio="1.0042")
+    row = dict(what="models", model="vit_small", shape="16x3x224x224", layout="tokens", dtype="float32",
+               candidate="ortho", step=step, mode=mode,
+               ratio_p20=p50 - 0.01, ratio_p50=p50, ratio_p80=p50 + 0.02, saved_ratio="1.0042")
     return {**row, **more}
 
 
@@ -40,7 +44,6 @@ def lines_of(results, on):
 def test_the_tables_of_speed(tmp_path):
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98, saved_ratio="1.137"),
-        model_row("training", "inductor", 1.1),
         model_row("training", "eager", 1.0, candidate="linear"),
         operator_row("both", "torch", ratio_p50="1.5", appendix_ratio_p50="0.4"),
         operator_row("forward", "torch", share_of_copy="0.61"), operator_row("backward", "torch", share_of_copy="0.7"),
@@ -53,8 +56,8 @@ def test_the_tables_of_speed(tmp_path):
     ])
     model, operator, launch, *others = lines_of(tmp_path, "CPU, Some CPU")
     on = "CPU, Some CPU"
-    assert model == [on, "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
-                     "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
+    assert model == [on, "vit_small_ortho, 16", "tokens, float32", "1.300 [1.290, 1.320]", "0.980 [0.970, 1.000]",
+                     *["not measured"] * 2, "1.004", "1.137", "not measured"]
     assert launch == [on, "1x1x32", "inference", "3.2", "25.0", *["not measured"] * 5]
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
     assert others[0][-3:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]", "not measured"]
@@ -63,7 +66,7 @@ def test_the_tables_of_speed(tmp_path):
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
     unmeasured = lines_of(tmp_path, "GPU")
     assert [line[1] for line in unmeasured] == [
-        *DEFAULTS["cuda"]["models"], *DEFAULTS["cuda"]["shapes"], *speed.LAUNCHES]
+        *GPU_MODELS, *DEFAULTS["cuda"]["shapes"], *speed.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
     assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
             "commit 0123456789ab with changes, 2026-01-02") in speed.section(speed.rows_of(tmp_path))
@@ -76,16 +79,16 @@ def test_rows_of_a_gpu(tmp_path):
         {**operator_row("both", "triton", ratio_p50="2", appendix_ratio_p50="0.125"), **gpu},
         {**operator_row("both", "torch", ratio_p50="4", appendix_ratio_p50="0.5"), **gpu}])
     model, operator = lines_of(tmp_path, "NVIDIA H100")
-    assert (model[1], model[-1]) == ("vit_small_ortho(depth=2)", "1.002")
+    assert (model[1], model[-1]) == ("vit_small_ortho(depth=2), 16", "1.002")
     assert operator[-1] == "8.0 (triton)"
     assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(speed.LAUNCHES)
     assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
-        *DEFAULTS["cpu"]["models"], *DEFAULTS["cpu"]["shapes"], *speed.LAUNCHES}
+        *(name.replace(":", ", ") for name in DEFAULTS["cpu"]["models"]), *DEFAULTS["cpu"]["shapes"], *speed.LAUNCHES}
     assert "driver 570.1, torch 2.9" in speed.section(speed.rows_of(tmp_path))
 
 
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
-    assert speed.opening(speed.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
+    assert speed.opening(speed.rows_of(tmp_path)) == "On a GPU: not measured. On a CPU: not measured."
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
         model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
@@ -98,7 +101,7 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
     assert "For ResNetV2-50 (`resnetv2_50`), the change is +7 to +10 % in eager mode." in text
     assert "takes 1.20 times as long with orthogonal connections as with plain addition. " in text
     assert "It takes 0.90 times as long as with the code of the paper's Appendix F." in text
-    assert text.endswith("On a GPU: not measured.")
+    assert text.startswith("On a GPU: not measured. On a CPU (Some CPU)")
 
 
 def test_duplicate_rows_are_an_error(tmp_path):
@@ -108,46 +111,73 @@ def test_duplicate_rows_are_an_error(tmp_path):
         speed.section(speed.rows_of(tmp_path))
 
 
-def costs_of(results):
-    lines = [[cell.strip() for cell in line.strip("|").split("|")]
-             for line in speed.costs(speed.rows_of(results)).splitlines()]
-    return lines[0], {line[0]: line[1:] for line in lines[2:]}
+def table_of(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
 def test_readmes_table_of_costs(tmp_path):
-    nothing, costs = costs_of(tmp_path)
-    assert nothing == ["ratio of orthogonal to linear", "CPU", "GPU"]
-    assert len(costs) == 12
-    assert {cell for cells in costs.values() for cell in cells} == {"not measured"}
-    gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021")
+    header, _, *lines = table_of(speed.costs(speed.rows_of(tmp_path), []))
+    assert header == ["on", "model, batch", *speed.COSTS]
+    assert [line[:2] for line in lines] == [
+        *(["GPU", f"`{name.replace('_ortho,', '`,')}"] for name in GPU_MODELS),
+        ["CPU", "`vit_small`, 16"], ["CPU", "`resnetv2_50`, 8"]]
+    assert {cell for line in lines for cell in line[2:]} == {"not measured"}
+    gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021", dtype="amp bfloat16")
     fake_csv(tmp_path, "bench_cpu.csv", [
-        model_row("training", "eager", 1.3), model_row("training", "eager", 1.4, model="vit_base"),
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.4, model="vit_tiny"),
         model_row("training", "eager", 1.0, candidate="linear"), model_row("inference", "compiled", 0.9),
         model_row("training", "compiled", 1.1, model="resnetv2_50", layout="nchw"),
-        model_row("training", "compiled", 1.2, model="resnetv2_50", layout="channels_last"),
-        *(dict(what="launch", shape="1x1x32", step="training", candidate=name, ms_p50=ms)
-          for name, ms in (("linear", "0.0032"), ("ortho", "0.0254"))),
-    ])
+        model_row("training", "compiled", 1.2, model="resnetv2_50", layout="channels_last")])
     fake_csv(tmp_path, "bench_h100.csv", [
-        model_row("training", "eager", 1.01, **gpu), model_row("training", "eager", 1.02, dtype="bfloat16", **gpu)])
-    devices, costs = costs_of(tmp_path)
-    assert devices[1:] == ["CPU, Some CPU", "NVIDIA H100"]
-    measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
-    assert measured == {
-        "launch, 1x1x32, training (times, not a ratio)": ["25.4 us against 3.2 us", "not measured"],
-        "ViT-S: training step, eager": [
-            "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
-        "ViT-S: memory kept for backward (eager)": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
-        "ViT-S: peak memory, training (eager)": ["not measured", "1.002 (float32); 1.002 (bfloat16)"],
-        "ResNetV2-50: training step, torch.compile": ["1.100 [1.090, 1.120]", "not measured"],
-    }
+        model_row("training", "eager", 1.01, shape="128x3x224x224", **gpu),
+        model_row("training", "eager", 1.02, shape="256x3x224x224", **gpu),
+        model_row("training", "eager", 1.03, shape="256x3x224x224", **{**gpu, "dtype": "float32"})])
+    missing = "not measured"
+    assert table_of(speed.costs(speed.rows_of(tmp_path), []))[2:] == [
+        ["NVIDIA H100", "`vit_small_patch16_224`, 128", "1.010 [1.000, 1.030]", *[missing] * 2, "1.004", "1.002"],
+        ["NVIDIA H100", "`vit_small_patch16_224`, 256", "1.020 [1.010, 1.040]", *[missing] * 2, "1.004", "1.002"],
+        ["CPU, Some CPU", "`vit_small`, 16", "1.300 [1.290, 1.320]", *[missing] * 2, "1.004", missing],
+        ["CPU, Some CPU", "`resnetv2_50`, 16, nchw", missing, "1.100 [1.090, 1.120]", *[missing] * 3],
+        ["CPU, Some CPU", "`resnetv2_50`, 16, channels_last", missing, "1.200 [1.190, 1.220]", *[missing] * 3]]
+
+
+def old_rows():
+    def row(table, case, column, value):
+        return dict(table=table, case=case, column=column, value=value, device="NVIDIA X", commit="33dc978",
+                    date="2026-11-27")
+
+    return [row("eager", "a", "`_ortho`", "1.2"), row("eager", "b", "`_ortho`", "1.5"), row("eager", "b", "other", "9"),
+            row("compiled", "a", "`_ortho`", "1.01")]
+
+
+def test_numbers_from_before_the_rewrite(tmp_path):
+    assert speed.before([]) == "not measured"
+    text = speed.before(old_rows())
+    assert text.startswith("One NVIDIA X, 2026-11-27, commit 33dc978.")
+    assert table_of(text) == [
+        ["", "`_ortho`", "other"], ["---"] * 3, ["a", "1.2", "-"], ["b", "1.5", "9"],
+        ["", "`_ortho`"], ["---"] * 2, ["a", "1.01"]]
+    sentence = "Before the kernels were rewritten, a training step on one NVIDIA X took 1.20 to 1.50 times as long"
+    fake_csv(tmp_path, "bench_cpu.csv", [model_row("training", "eager", 1.3)])
+    assert sentence in " ".join(speed.costs(speed.rows_of(tmp_path), old_rows()).split())
+    gpu = model_row("training", "eager", 1.01, device="NVIDIA H100", dtype="amp bfloat16")
+    fake_csv(tmp_path, "bench_gpu.csv", [gpu])
+    assert "Before" not in speed.costs(speed.rows_of(tmp_path), old_rows())
+
+
+def test_rows_of_gpus_come_first(tmp_path):
+    fake_csv(tmp_path, "bench_a.csv", [model_row("training", "eager", 1.3)])
+    fake_csv(tmp_path, "bench_b.csv", [model_row("training", "eager", 1.1, device="NVIDIA H100", shape="128x3x9x9")])
+    lines = table_of(speed.section(speed.rows_of(tmp_path)))
+    assert [line[0] for line in lines[2:4]] == ["NVIDIA H100", "CPU, Some CPU"]
 
 
 def test_both_pages_get_the_rows(tmp_path):
     readme, page = tmp_path / "README.md", tmp_path / "docs" / "speed.md"
     page.parent.mkdir()
     for path in (readme, page):
-        path.write_text("".join(f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed")))
+        path.write_text("".join(
+            f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed", "before")))
     fake_csv(tmp_path / "model_cards" / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
     texts = speed.texts(tmp_path)
     assert texts.keys() == {readme, page}
@@ -155,7 +185,7 @@ def test_both_pages_get_the_rows(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-    assert texts[readme].count("old") == 1  # `opening` is generated only in docs/speed.md
+    assert texts[readme].count("old") == 2  # `opening` and `before` are generated only in docs/speed.md
     assert "old" not in texts[page]
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no '<!-- opening: "):

@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from timm_ortho import backends
 from timm_ortho.skips import SKIPS, create_skip, transforms as skips
 
 WIDTHS = [1, 2, 12, 74, 192]
@@ -243,18 +242,16 @@ def test_transforms_of_torch_func():
 
 
 @pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # raised by torch
-@pytest.mark.parametrize("backend", ["torch", "inductor"])
 @pytest.mark.parametrize("name", ["idempotent_mr", "orthogonal_tp"])
-def test_batches_of_gradients_and_linearize(name, backend):
+def test_batches_of_gradients_and_linearize(name):
     skip = create_skip(name, 6, branches=3)
     x, v = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 6, dtype=torch.float64)
-    with backends.use_backend(backend):
-        g = torch.randn(4, *x.shape, dtype=x.dtype)
-        batched, = torch.autograd.grad(skip(x), x, g, is_grads_batched=True)
-        torch.testing.assert_close(batched, torch.stack([skip.transpose(one) for one in g]))
-        _, derivative = torch.func.linearize(lambda x: skip(x * x), x.detach())
-        for _ in range(2):
-            torch.testing.assert_close(derivative(v), skip(2 * x * v))
+    g = torch.randn(4, *x.shape, dtype=x.dtype)
+    batched, = torch.autograd.grad(skip(x), x, g, is_grads_batched=True)
+    torch.testing.assert_close(batched, torch.stack([skip.transpose(one) for one in g]))
+    _, derivative = torch.func.linearize(lambda x: skip(x * x), x.detach())
+    for _ in range(2):
+        torch.testing.assert_close(derivative(v), skip(2 * x * v))
 
 
 def test_keeps_nothing_for_the_backward_pass():
@@ -404,20 +401,3 @@ def test_an_input_of_a_wrong_width(name):
         with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "
                                              r"\(2, 24, 3\)"):
             call(torch.randn(2, 24, 3))
-
-
-@pytest.mark.skipif(not backends._cpp_compiler_is_installed(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("name", ["idempotent_cmr", pytest.param("orthogonal_random", marks=pytest.mark.slow)])
-def test_the_inductor_backend(name, monkeypatch):
-    calls, compiled = [], skips._compiled
-    monkeypatch.setattr(skips, "_compiled", lambda *args: calls.append(args[-1]) or compiled(*args))
-    skip, x, g = create_skip(name, 12), *torch.randn(2, 3, 5, 12)
-    expected = skip(x), skip.transpose(g)
-    assert calls == []
-    with backends.use_backend("inductor"):
-        y = skip(x.requires_grad_())
-        torch.testing.assert_close((y, *torch.autograd.grad(y, x, g)), expected)
-    assert calls == [False, True]
-    monkeypatch.setattr(backends, "_cpp_compiler_is_installed", lambda: False)
-    with backends.use_backend("inductor"), pytest.raises(RuntimeError, match=r"there is no C\+\+ compiler"):
-        skip(x)

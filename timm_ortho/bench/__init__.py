@@ -12,7 +12,8 @@ tensors may use TF32, and cuDNN searches for its fastest convolution. In half pr
 half-precision dtype, and models use autocast.
 
 The part `launch` measures the overhead of starting operations on small tensors. It does not flush the cache before a
-call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache.
+call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache. The part
+`operator` measures the opposite on a GPU: the time of the kernels without their launches.
 """
 import gc
 import os
@@ -24,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from . import report
-from .clock import Clock, Group, as_in_training, measure
+from .clock import BUSY, Clock, Group, as_in_training, measure
 from .launch import launch_groups
 from .models import model_groups
 from .operator import operator_groups
@@ -34,11 +35,13 @@ __all__ = ["BenchError", "Clock", "Group", "as_in_training", "bench", "measure",
 
 
 def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: Path, command: str) -> int:
-    """Measure, print the tables, and write `bench.csv` and `bench.svg`. Ctrl-C keeps the finished groups.
+    """Measure, print the tables, and write `bench.csv` and `bench.svg`.
+
+    `bench.csv` is written after each group. Ctrl-C also writes the tables and the plot of the finished groups.
 
     Args:
         requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
-            `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
+            `quick`, `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.
@@ -70,22 +73,24 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
                 torch.compiler.reset()  # groups share code, whose recompilations torch limits
                 gc.collect()  # reference cycles may keep the last group's models in memory
                 rows += [{**row, **machine} for row in _rows(group, options)]
+                report.write_rows(output, rows)
     except KeyboardInterrupt:
         status = 130
     finally:
-        if rows:
-            report.write(output, rows)
-    print(f"{report.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {output / 'bench.svg'}" if rows
+        plot = report.write_plot(output, rows) if rows else ""
+    print(f"{report.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {plot}" if rows
           else "no group was finished; no files were written")
     return status
 
 
 def _rows(group: Group, options: Namespace) -> list[report.Measurement]:
-    launch, threads = group.labels["what"] == "launch", torch.get_num_threads()
+    part, threads = group.labels["what"], torch.get_num_threads()
+    launch, busy = part == "launch", part == "operator" and options.device.type == "cuda"
     torch.set_num_threads(1 if launch else threads)
     try:
-        clock, repeats = Clock(options.device, flushes=not launch), options.repeats * (5 if launch else 1)
-        results = measure(group.build(), repeats, clock, most_calls=2000 if launch else 50)
+        clock = Clock(options.device, flushes=0 if launch else BUSY if busy else 1)
+        results = measure(group.build(), options.repeats * (5 if launch else 1), clock,
+                          most_calls=2000 if launch else 5 if busy else 50)
         return report.rows(group.labels, group.images, results)
     finally:
         torch.set_num_threads(threads)

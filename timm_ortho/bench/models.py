@@ -3,7 +3,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any, Callable
+from typing import Any
 
 import timm
 import torch
@@ -13,17 +13,16 @@ from torch.nn.functional import cross_entropy
 from .._sites import sites
 from ..connections import LinearConnection
 from ..convert import connect
-from ..functional import choose_backend, use_backend
+from ..functional import choose_backend
 from .clock import Candidate, Group, compiled
 from .operator import PASTED
-from .options import DTYPES, MODEL_STEPS, MODES, Architecture, shape_label
+from .options import DTYPES, MODEL_STEPS, Architecture, shape_label
 
 
 def model_groups(options: Namespace) -> list[Group]:
     """Return one group for each architecture, layout, precision, mode and step.
 
-    The modes are eager with the default backend and, if `options.compile` is true, eager with `inductor` and the whole
-    model under torch.compile.
+    In the mode `compiled`, the whole model is under torch.compile.
 
     Args:
         options: Options from :func:`timm_ortho.bench.resolve`.
@@ -33,9 +32,8 @@ def model_groups(options: Namespace) -> list[Group]:
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """
-    modes = MODES if options.compile else MODES[:1]
     return [model_group("models", options.device, model, *how) for model in options.models
-            for how in product(model.layouts, options.dtypes, modes, MODEL_STEPS)]
+            for how in product(model.layouts, options.dtypes, options.modes, MODEL_STEPS)]
 
 
 def model_group(
@@ -84,11 +82,10 @@ def _seeded(architecture: Architecture, suffix: str, **arguments: Any) -> nn.Mod
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     forward = compiled(model) if mode == "compiled" else model
-    using = partial(use_backend, "inductor") if mode == "inductor" else nullcontext
 
     def logits() -> Tensor:
         autocast = torch.autocast(images.device.type, dtype) if dtype != torch.float32 else nullcontext()
-        with autocast, using():
+        with autocast:
             return forward(images)
 
     def loss() -> Tensor:
@@ -101,7 +98,7 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
     is_linear = isinstance(sites(model)[0].connection, LinearConnection)
-    chosen = partial(_chosen_backend, images.device, using, mode == "compiled", model.training)
+    chosen = partial(_chosen_backend, images.device, mode == "compiled", model.training)
     backend = (lambda: "torch") if is_linear else chosen
     if not model.training:
         return Candidate(name, infer, backend=backend, held=held)
@@ -109,9 +106,9 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
                      held=held)
 
 
-def _chosen_backend(device: torch.device, using: Callable[[], Any], compiled: bool, training: bool) -> str:
+def _chosen_backend(device: torch.device, compiled: bool, training: bool) -> str:
     """Return the backend that connections use for tensors on this device."""
     choose = torch.compile(choose_backend, backend="eager", fullgraph=True) if compiled else choose_backend
-    with torch.inference_mode(not training), using():
+    with torch.inference_mode(not training):
         x = torch.ones(1, 1, device=device, requires_grad=training)
         return choose(x, x)

@@ -10,14 +10,10 @@ from torch import Tensor
 from .._text import error_text
 from ..functional import choose_backend, plain_update, residual_update
 from .clock import Candidate, Group, compiled
-from .options import DTYPES, STEPS, shape_label
+from .options import PAIRS, STEPS, shape_label
 
 EPS = 1e-6
 
-# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, the saved tensor (y or f), the
-# gradient g of y, and the gradients of x and f.
-TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
-MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # the gradients of x and f are g itself
 
 
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
@@ -65,7 +61,9 @@ def operator_groups(options: Namespace) -> list[Group]:
     groups = []
     for shape in options.shapes if "operator" in options.what else ():
         layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
-        for layout, dtype, scope, step in product(layouts, options.dtypes, options.scopes, STEPS):
+        # autocast keeps only a ViT's stream in float32
+        dtypes = [dtype for dtype in options.dtypes if dtype != "mixed" or layouts == ("tokens",)]
+        for layout, dtype, scope, step in product(layouts, dtypes, options.scopes, STEPS):
             labels = dict(layout=layout, scope=scope, dtype=dtype, step=step)
             build = partial(_operator_candidates, options, shape, **labels)
             groups.append(Group({"what": "operator", "shape": shape_label(shape), **labels}, 0, build))
@@ -79,9 +77,10 @@ def _operator_candidates(
     plain = partial(plain_update, parallel=0.0, orthogonal=1.0, dims=None if dim is None else [dim], eps=EPS)
 
     def candidate(name: str, formula: Callable[[Tensor, Tensor], Tensor], **details: Any) -> Candidate:
-        moved = (MOVED_BY_LINEAR if name == "linear" else TENSORS_MOVED)[step] * x.nbytes
+        moved = bytes_moved(x, f, g, step, is_linear=name == "linear")
         keep = partial(formula, x, f) if step == "both" else None
-        return Candidate(name, *timed(formula, x, f, g, step), moved=moved, keep=keep, held=3 * x.nbytes, **details)
+        held = x.nbytes + f.nbytes + g.nbytes
+        return Candidate(name, *timed(formula, x, f, g, step), moved=moved, keep=keep, held=held, **details)
 
     candidates = [candidate("linear", torch.add), candidate("plain", plain),
                   candidate("appendix", partial(appendix_update, dim=dim))]
@@ -94,11 +93,30 @@ def _operator_candidates(
     return [*candidates, _copy(options)]
 
 
+def bytes_moved(x: Tensor, f: Tensor, g: Tensor, step: str, is_linear: bool = False) -> int:
+    """Return the bytes that a step must read and write. The result y has the dtype of its gradient g.
+
+    `forward` moves x, f and y. `backward` moves x, the saved y, g, and the gradients of x and f. The backward pass of
+    an addition moves nothing, because the gradients of x and f are g itself.
+
+    >>> x = torch.ones(2)
+    >>> [bytes_moved(x, x, x, step) // x.nbytes for step in STEPS]
+    [3, 5, 8]
+    """
+    forward, backward = x.nbytes + f.nbytes + g.nbytes, 2 * x.nbytes + f.nbytes + 2 * g.nbytes
+    return (step != "backward") * forward + (step != "forward" and not is_linear) * backward
+
+
 def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: str, step: str) -> list[Tensor]:
-    """Return x, f and the gradient of y. Unless the step is `forward`, x and f require gradients."""
-    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    """Return x, f and the gradient of y. Unless the step is `forward`, x and f require gradients.
+
+    They are drawn on the device, because drawing large tensors on a CPU takes longer than measuring them on a GPU.
+    """
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
-    x, f, g = (value.to(device, DTYPES[dtype], memory_format=memory_format) for value in values)
+    x, f, g = (
+        torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed)).to(
+            dtype, memory_format=memory_format)
+        for seed, dtype in enumerate((*PAIRS[dtype], torch.promote_types(*PAIRS[dtype]))))
     return [x.requires_grad_(step != "forward"), f.requires_grad_(step != "forward"), g]
 
 

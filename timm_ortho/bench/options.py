@@ -14,28 +14,31 @@ from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# dtypes of x and f in the part `operator`; under autocast, a ViT's stream stays in float32
+PAIRS = {**{name: (dtype, dtype) for name, dtype in DTYPES.items()}, "mixed": (torch.float32, torch.bfloat16)}
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
-MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
+MODES, MODEL_STEPS = ("eager", "compiled"), ("training", "inference")
 
 # Defaults by device. Shapes with three axes are batch, tokens and channels. Shapes with four axes are batch, channels,
-# height and width, and are measured in two memory formats: contiguous and channels-last. `models` maps each model to
-# its batch size.
+# height and width, and are measured in two memory formats: contiguous and channels-last. The models have their batch
+# size after a colon. On a GPU, torch.compile would take most of the time, and is measured only on request.
 DEFAULTS = {
     "cpu": dict(
         what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
-        models={"vit_small_ortho": 16, "resnetv2_50_ortho": 8}, batch_size=8, repeats=11, copy_bytes=256 << 20),
+        models=("vit_small_ortho:16", "resnetv2_50_ortho:8"), batch_size=8, repeats=11, copy_bytes=256 << 20),
     "cuda": dict(
-        what=PARTS, shapes=("256x197x768", "64x256x56x56"), scopes=SCOPES, dtypes=("float32", "bfloat16"), compile=True,
-        models=dict.fromkeys(("vit_small_patch16_224", "vit_base_patch16_224", "resnetv2_34", "resnetv2_50"), 256),
-        batch_size=256, repeats=20, copy_bytes=512 << 20),
+        what=PARTS, shapes=("256x197x768", "128x256x56x56"), scopes=SCOPES, dtypes=("bfloat16",), compile=False,
+        models=("vit_small_patch16_224_ortho:128", "vit_small_patch16_224_ortho:256",
+                "vit_base_patch16_224_ortho:128", "resnetv2_50_ortho:128"),
+        batch_size=128, repeats=20, copy_bytes=512 << 20),
 }
 # torch.compile takes most of the time of a quick run. This time grows with the number of blocks, which SHORT reduces.
 QUICK = dict(
-    shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
-    models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
+    shapes=("4x197x384",), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
+    models=("vit_small_ortho", "resnetv2_18_cifar_ortho"))
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
 # Options that DEFAULTS does not contain.
-OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups")
+OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups", "modes")
 
 
 class BenchError(ValueError):
@@ -78,8 +81,8 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         requested: Options by name; None selects the default.
 
     Returns:
-        The options as attributes: `device`, the names in `DEFAULTS[device]`, and the requested options. `shapes`
-        contains tuples, and `models` contains `Architecture` objects.
+        The options as attributes: `device`, `modes`, the names in `DEFAULTS[device]`, and the requested options.
+        `shapes` contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
         BenchError: An option or name is unknown, a shape or number is invalid, or the device is not available.
@@ -96,21 +99,40 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
     _check_known("scope", options.scopes, SCOPES)
-    _check_known("dtype", options.dtypes, DTYPES)
+    _check_known("dtype", options.dtypes, DTYPES if "models" in options.what else PAIRS)
     _check_known("skip", skips, SKIPS)
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options.modes = _modes(requested.get("modes") or (MODES if options.compile else MODES[:1]))
     options.shapes = [_shape(text) for text in options.shapes]
-    if "models" in requested or "batch_size" in requested:
-        options.models = dict.fromkeys(options.models, options.batch_size)
     short = SHORT if quick and "models" not in requested else {}
     options.models = [
         architecture(
             name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})},
             skips, groups)
-        for name, batch in options.models.items() if "models" in options.what]
+        for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
+                                    overrides="batch_size" in requested)]
     return options
+
+
+def _modes(names: Sequence[str]) -> Sequence[str]:
+    if "inductor" in names:
+        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                         "compiled), or choose 'torch' or 'auto'")
+    _check_known("mode", names, MODES)
+    return names
+
+
+def _batches(models: Iterable[str], default: int, overrides: bool) -> list[tuple[str, int]]:
+    """Split `NAME:BATCH`. The default is for names without a batch size, or for all names if it `overrides`."""
+    pairs = []
+    for text in models:
+        name, colon, batch = text.partition(":")
+        if colon and not (batch.isdecimal() and int(batch)):
+            raise BenchError(f"--models must be NAME or NAME:BATCH, got {text!r}")
+        pairs.append((name, int(batch) if batch and not overrides else default))
+    return list(dict.fromkeys(pairs))
 
 
 def _device(name: Optional[str]) -> torch.device:

@@ -1,4 +1,4 @@
-"""Turn the measurements of `bench` into text tables, `bench.csv` and `bench.svg`.
+"""Turn the measurements of `bench` into text tables and `bench.csv`.
 
 | metric | definition |
 | --- | --- |
@@ -28,9 +28,6 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 import torch
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from .._text import aligned
 from ..runs.provenance import made_on
@@ -153,7 +150,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
     }
 
 
-# ----------------------------------------------------------------------------------------- table, CSV, plot
+# ------------------------------------------------------------------------------------------------ table, CSV
 _TABLES = {  # part -> header of the table -> column of bench.csv, or function that returns the cell's text
     "operator": {
         "shape": "shape", "layout": "layout", "scope": "scope", "dtype": "dtype", "step": "step",
@@ -220,54 +217,30 @@ def _without_repeats(above: Sequence[str], line: Sequence[str]) -> list[str]:
     return ["" if i < repeated else cell for i, cell in enumerate(line)]
 
 
-def write(folder: Path, rows: Sequence[Measurement]) -> None:
-    """Write `bench.csv` and `bench.svg` atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_rows(folder: Path, rows: Sequence[Measurement]) -> None:
+    """Write `bench.csv` atomically."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
     for row in rows:
         table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
-    image = io.StringIO()
-    with rc_context({"svg.hashsalt": "bench"}):
-        plot(rows).savefig(image, format="svg", metadata={"Date": None})
-    for name, content in (("bench.csv", text.getvalue()), ("bench.svg", image.getvalue())):
-        partial_file = folder / f".{name}.partial"
-        partial_file.write_text(content, encoding="utf-8")
-        os.replace(partial_file, folder / name)
+    _replace(folder / "bench.csv", text.getvalue())
 
 
-def plot(rows: Sequence[Measurement]) -> Figure:
-    """Plot times relative to linear: p50 with whiskers from p20 to p80, one panel per part, one y tick per group."""
-    drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
-    parts = [part for part in _TABLES if any(row["what"] == part for row in drawn)] or ["operator"]
-    lines = {part: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == part)) for part in parts}
-    heights = [max(2, len(lines[part])) for part in parts]
-    figure = Figure(figsize=(10, 1.2 * len(parts) + 0.35 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, part in zip(panels, parts, strict=True):
-        _panel(axes, [row for row in drawn if row["what"] == part], lines[part])
-        axes.set_title(f"{part}: time relative to linear, p20 to p80", fontsize=10, loc="left")
-    return figure
+def write_plot(folder: Path, rows: Sequence[Measurement]) -> str:
+    """Write `bench.svg` atomically, and return its path; if matplotlib is not installed, return a note instead."""
+    try:
+        from .plot import svg
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        return "no plot, because matplotlib is not installed"
+    _replace(folder / "bench.svg", svg(rows, list(_TABLES)))
+    return str(folder / "bench.svg")
 
 
-def _line(row: Measurement) -> str:
-    return " ".join(row[label] for label in LABELS[1:] if row[label])
-
-
-def _panel(axes: Axes, rows: Sequence[Measurement], lines: Sequence[str]) -> None:
-    names = list(dict.fromkeys(row["candidate"] for row in rows))
-    for index, name in enumerate(names):
-        points = [row for row in rows if row["candidate"] == name]
-        middle = [row["ratio_p50"] for row in points]
-        whiskers = [[row["ratio_p50"] - row["ratio_p20"] for row in points],
-                    [row["ratio_p80"] - row["ratio_p50"] for row in points]]
-        height = [lines.index(_line(row)) + 0.7 * ((index + 0.5) / len(names) - 0.5) for row in points]
-        axes.errorbar(middle, height, xerr=whiskers, fmt="o", markersize=4, capsize=2, linewidth=1, label=name)
-    axes.axvline(1.0, color="#555555", linewidth=1)
-    axes.set_yticks(range(len(lines)), lines, fontsize=7)
-    axes.set_ylim(max(1, len(lines)) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if names:
-        axes.legend(frameon=False, fontsize=8)
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = path.with_name(f".{path.name}.partial")
+    partial_file.write_text(text, encoding="utf-8")
+    os.replace(partial_file, path)
