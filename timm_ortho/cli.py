@@ -561,6 +561,7 @@ def _show(parsed: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
+    print(show.with_norm(model))
     return 0
 
 

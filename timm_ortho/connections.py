@@ -199,7 +199,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if type(self) is FeatureConnection and _is_orthogonal(self):
+        if is_orthogonal(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 return both
@@ -209,10 +209,11 @@ class FeatureConnection(Connection):
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
 
 
-def _is_orthogonal(connection: FeatureConnection) -> bool:
+def is_orthogonal(connection: nn.Module) -> bool:
     """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
-    return (connection.dim == -1 and connection.prob == 1.0 and connection.groups == 1 and connection.skip is None
-            and connection.keep == "output" and not has_hooks(connection))
+    return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
+            and connection.groups == 1 and connection.skip is None and connection.keep == "output"
+            and not has_hooks(connection))
 
 
 class GlobalConnection(FeatureConnection):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import is_recorded, is_transformed
-from .update.backend import BACKENDS, cached_plan, choose_backend, default, has_kernels, use_backend
+from ._compat import is_intercepted, is_recorded, is_transformed
+from .update.backend import BACKENDS, cached_plan, choose_backend, default, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
 from .update.gradient import KernelUpdate, TorchUpdate, are
 
@@ -173,13 +173,12 @@ def update_with_norm(
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
     hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
     """
-    if not (isinstance(x, Tensor) and isinstance(f, Tensor)) or choose_backend(x, f, backend) != "triton" or not (
-            has_kernels(norm) and x.shape == f.shape and x.device == f.device) or is_recorded() or is_transformed():
+    if not (isinstance(x, Tensor) and isinstance(f, Tensor)) or (
+            choose_backend(x, f, backend, norm) != "triton with norm") or x.shape != f.shape or (
+            x.device != f.device) or is_intercepted():
         return None
     kernels = _norm_kernels()
     plan = kernels.norm_plan_of(x, f, eps, norm, (backend or default()) == "auto")
-    if plan is None:
-        return None
     w, c = norm._parameters.get("weight"), norm._parameters.get("bias")
     if torch.is_grad_enabled() and (
             x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)

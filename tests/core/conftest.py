@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from helpers.kernel_cases import kernels
 
 from timm_ortho import functional
@@ -24,11 +23,8 @@ def auto_is_triton(monkeypatch):
     """Let ``auto`` select the kernels on the CPU too. They are verified at the first call, as on CUDA."""
     choose = functional.choose_backend
 
-    def triton_for_auto(x, f, backend=None):
-        recorded = torch.compiler.is_compiling() or backends.dispatch_mode_is_active()
-        if not recorded and (backend or backends.default()) == "auto":
-            return "triton"
-        return choose(x, f, backend)
+    def triton_for_auto(x, f, backend=None, norm=None):
+        return choose(x, f, "triton" if (backend or backends.default()) == "auto" else backend, norm)
 
     monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
     monkeypatch.setattr(backends, "_agrees", {})

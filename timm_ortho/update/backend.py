@@ -70,7 +70,7 @@ def use_backend(name: str, fuse_norm: Optional[bool] = None) -> Iterator[None]:
         _fuse_norm.reset(tokens[1])
 
 
-def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
+def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None, norm: Optional[Any] = None) -> str:
     """Return the backend that :func:`timm_ortho.residual_update` would use for these tensors.
 
     Args:
@@ -79,10 +79,11 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
         backend: ``"auto"``, ``"torch"`` or ``"triton"``. None means the default, which :func:`use_backend` sets.
             Outside its context, the default is the value of the environment variable TIMM_ORTHO_BACKEND when this
             package was imported, or ``"auto"``.
+        norm: Module that reads the sum next, for the orthogonal update along the last axis.
 
     Returns:
-        ``"torch"`` or ``"triton"``. Under ``torch.compile`` and inside a dispatch mode the result is always
-        ``"torch"``.
+        ``"torch"`` or ``"triton"``; ``"triton with norm"`` if one kernel computes the update and the norm. Under
+        ``torch.compile`` and inside a dispatch mode the result is always ``"torch"``.
 
     Raises:
         ValueError: The name is unknown.
@@ -93,22 +94,30 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
         'torch'
     """
     if torch.compiler.is_compiling():  # before the context variable is read, which torch.compile cannot trace
-        return "torch" if backend is None or _known("backend", backend) else ""
+        if backend is not None:
+            _known("backend", backend)
+        return "torch"
     name = _default.get() if backend is None else backend
     if name == "torch" or (name == "auto" and x.is_cpu):
         return "torch"
     if name == "auto":
         # Triton is preferred because of its memory traffic. Its kernels read or write 3 tensors of the stream's size in
         # the forward pass and 5 in the backward pass. PyTorch's operations read or write 9 and 15.
-        runs = (x.is_cuda and is_plain(x) and is_plain(f) and not dispatch_mode_is_active()
-                and not functorch_is_active() and _unsupported("cuda", x.dtype, f.dtype) is None)
-        return "triton" if runs else "torch"
-    _known("backend" if backend else BACKEND_VARIABLE, name)
-    reason = why_not_triton(x, f)
-    if reason is not None:
-        source = "" if backend else f" (set by use_backend or {BACKEND_VARIABLE})"
-        raise RuntimeError(f"backend {name!r}{source} cannot run: {reason}; choose 'torch' or 'auto'")
-    return "torch" if dispatch_mode_is_active() else name
+        if not (x.is_cuda and is_plain(x) and is_plain(f)) or functorch_is_active() or (
+                _unsupported("cuda", x.dtype, f.dtype) is not None):
+            return "torch"
+    else:
+        _known("backend" if backend else BACKEND_VARIABLE, name)
+        reason = why_not_triton(x, f)
+        if reason is not None:
+            source = "" if backend else f" (set by use_backend or {BACKEND_VARIABLE})"
+            raise RuntimeError(f"backend {name!r}{source} cannot run: {reason}; choose 'torch' or 'auto'")
+    if dispatch_mode_is_active():
+        return "torch"
+    with_norm = (
+        norm is not None and fuses_norm() and has_kernels(norm) and norm.normalized_shape == x.shape[-1:]
+        and x.is_contiguous() and f.is_contiguous() and 1 < x.shape[-1] <= LONGEST_NORM and x.numel() > 0)
+    return "triton with norm" if with_norm else "triton"
 
 
 def _known(kind: str, name: str) -> str:
@@ -172,14 +181,15 @@ def cached_plan(
 
 # Norms that the kernels can compute together with the update, and whether they subtract the mean.
 NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, LayerNormFp32: True, nn.RMSNorm: False, RmsNorm: False}
+LONGEST_NORM = 4096  # longer rows would not fit the registers of the backward kernel
 
 
 def has_kernels(norm: Any) -> bool:
-    """Return whether kernels may compute a norm: it has plain parameters and no hooks, and its result is known.
+    """Return whether kernels exist for a norm: it has an eps, plain parameters and no hooks.
 
     Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.
     """
-    return (fuses_norm() and type(norm) in NORMS and not has_hooks(norm)
+    return (type(norm) in NORMS and norm.eps is not None and not has_hooks(norm)
             and all(parameter is None or is_plain(parameter) for parameter in norm._parameters.values()))
 
 

@@ -28,7 +28,6 @@ from .backend import NORMS, _norm_plans, verified
 from .gradient import torch_gradients
 from .kernels import Launch, Plan, everything
 
-LONGEST_ROW = 4096  # longer rows would not fit the registers of the backward kernel
 PROGRAMS = 4  # programs of the backward kernel per multiprocessor; each adds the gradients of w and c of its rows
 
 
@@ -284,34 +283,29 @@ class NormUpdate(torch.autograd.Function):
                 grad_c.to(plan.bias_dtype) if for_c and grad_c is not None else None)
 
 
-def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> Optional[NormPlan]:
-    """Return the cached plan of an update and the norm after it; None if kernels do not support these tensors.
+def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> NormPlan:
+    """Return the cached plan of an update and the norm after it.
 
     Args:
-        x, f: Stream and branch output.
+        x, f: Stream and branch output, contiguous.
         eps: Added to |x|^2.
-        norm: An instance of a class in :data:`NORMS`.
+        norm: An instance of a class in :data:`timm_ortho.update.backend.NORMS`.
         check: Whether to verify the kernels at their first call, see :func:`timm_ortho.update.backend.verified`.
     """
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    w, c = (norm._parameters.get(name) for name in ("weight", "bias"))
-    key = (x.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, eps, type(norm), norm.eps,
-           norm.normalized_shape, None if w is None else w.dtype, None if c is None else c.dtype,
-           vars(norm).get("_fast_norm"), autocast, check)
-    if key in _norm_plans:
-        return _norm_plans[key]
-    if len(_norm_plans) >= 1024:
-        _norm_plans.clear()
-    plan = None
-    probe = Plan(x, f, (-1,), eps, 0.0, 1.0, False)
-    if (probe.has_order and probe.tiles.ROWS and x.shape[-1] <= LONGEST_ROW and x.numel() and norm.eps is not None
-            and norm.normalized_shape == x.shape[-1:]):
-        with torch.no_grad():
-            dtype = norm(x.new_empty((0, x.shape[-1]), dtype=probe.dtype)).dtype
+    w, c = norm._parameters.get("weight"), norm._parameters.get("bias")
+    key = (x.shape, x.dtype, f.dtype, x.device, eps, type(norm), norm.eps, None if w is None else w.dtype,
+           None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast, check)
+    plan = _norm_plans.get(key)
+    if plan is None:
+        with torch.no_grad():  # the norm itself decides on the dtype of its result
+            dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
         plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, None if c is None else c.dtype)
         if check:
             plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
             plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
-    _norm_plans[key] = plan
+        if len(_norm_plans) >= 1024:
+            _norm_plans.clear()
+        _norm_plans[key] = plan
     return plan
