@@ -561,7 +561,7 @@ def _show(parsed: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
-    print(show.with_norm(model))
+    print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 
