@@ -423,7 +423,7 @@ class _Replacement(ast.NodeTransformer):
 def _comes_first(call: ast.Call, statement: ast.stmt, names: Set[str]) -> bool:
     """Return whether a statement always makes a call, and before any other operation on the variables in ``names``."""
     order = list(_in_order(statement))
-    around = [node for node in order if node is not call and call in ast.walk(node)]
+    around = [node for node in order if call in ast.walk(node)]
     operands = {child for node in around for child in ast.iter_child_nodes(node)}  # the call comes before the operation
     before = [node for node in order[:order.index(call)] if isinstance(node, ast.Name) and node.id in names]
     return operands.issuperset(before) and not any(isinstance(node, _CONDITIONAL) for node in around)
