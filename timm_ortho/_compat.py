@@ -89,11 +89,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs other code than its class's ``forward``, such as hooks."""
-    values = vars(module)
     return bool(
-        values["_forward_hooks"] or values["_forward_pre_hooks"] or values["_backward_hooks"]
-        or values["_backward_pre_hooks"] or _has_any_global_hook() or "forward" in values
-        or values.get("_compiled_call_impl") is not None)
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or _has_any_global_hook() or "forward" in vars(module) or is_compiled_in_place(module))
 
 
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:

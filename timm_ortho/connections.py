@@ -35,6 +35,7 @@ from ._checks import check_count, check_eps, check_prob, check_weight, known_nam
 from ._compat import has_hooks
 from .functional import KEEPS, checked_update, update_with_norm
 from .masks import MASK_LAYOUTS, real_tokens
+from .update.backend import kernels_for
 from .update.formula import Weight, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -199,7 +200,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if is_orthogonal(self):
+        if kernels_for(x) is not None and is_orthogonal(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 return both

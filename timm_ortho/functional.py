@@ -173,9 +173,8 @@ def update_with_norm(
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
     hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
     """
-    if not (isinstance(x, Tensor) and isinstance(f, Tensor)) or (
-            choose_backend(x, f, backend, norm) != "triton with norm") or x.shape != f.shape or (
-            x.device != f.device) or is_intercepted():
+    if (choose_backend(x, f, backend, norm) != "triton with norm" or x.shape != f.shape or x.device != f.device
+            or is_intercepted()):
         return None
     kernels = _norm_kernels()
     plan = kernels.norm_plan_of(x, f, eps, norm, (backend or default()) == "auto")

@@ -4,9 +4,10 @@ import itertools
 from collections import Counter
 
 import pytest
+import torch
 from helpers.kernel_cases import kernels
 
-from timm_ortho import functional
+from timm_ortho import connections, functional
 from timm_ortho.update import backend as backends
 
 
@@ -26,7 +27,13 @@ def auto_is_triton(monkeypatch):
     def triton_for_auto(x, f, backend=None, norm=None):
         return choose(x, f, "triton" if (backend or backends.default()) == "auto" else backend, norm)
 
+    def kernels_for(x, backend=None):
+        name = backend or backends.default()
+        return None if name == "torch" or type(x) is not torch.Tensor or torch.compiler.is_compiling() else name
+
     monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
+    monkeypatch.setattr(backends, "kernels_for", kernels_for)
+    monkeypatch.setattr(connections, "kernels_for", kernels_for)
     monkeypatch.setattr(backends, "_agrees", {})
 
 

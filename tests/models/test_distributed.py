@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import timm_ortho
+from timm_ortho.functional import use_backend
+from timm_ortho.update import backend
 
 STEPS, BATCH = 4, 4
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
@@ -21,11 +23,14 @@ CASES = {
     **{f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
        for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")},
 }
+if backend.why_not_triton(torch.ones(1), torch.ones(1)) is None:  # the update with its norm, in Triton's interpreter
+    CASES["kernels"] = dict(connection="feature", backend="triton")
+    CASES["kernels checkpointed"] = dict(connection="feature", backend="triton", checkpointing=True)
 # FSDP2 of torch 2.6 supports only GPUs.
 WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")
 
 
-def create(connection, checkpointing=False, resnet=False):
+def create(connection, checkpointing=False, resnet=False, backend=None):
     """Return a ViT or a ResNet in float64, where the order of sums hardly affects results."""
     torch.manual_seed(0)
     name, sizes = ("resnetv2_18_cifar_ortho", dict(width_factor=0.25)) if resnet else ("vit_small_ortho", VIT)
@@ -71,7 +76,9 @@ def work(rank, folder):
     for name, arguments in CASES.items():
         for wrapper in WRAPPERS:
             model = parallel(create(**arguments), wrapper)
-            losses = train(model, rank, 2)
+            with use_backend(arguments.get("backend", "torch")):
+                losses = train(model, rank, 2)
+            assert bool(backend._norm_plans) == ("backend" in arguments)
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             shares = sum(p.to_local().numel() if wrapper == "FSDP2" else p.numel() for p in model.parameters())
             weights = get_model_state_dict(model, options=options)

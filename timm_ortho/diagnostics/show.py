@@ -74,9 +74,10 @@ def with_norm(model: nn.Module) -> str:
     fused = 0
     for block in model.modules():
         spec = spec_of(block)
-        for kind, norm in (norms_after(block, spec) if spec else {}).items():
-            connection = getattr(block, spec.sites[kind], None)
-            fused += is_orthogonal(connection) and has_kernels(block.get_submodule(norm))
+        if spec is not None:
+            for kind, norm in norms_after(block, spec).items():
+                connection = block._modules.get(spec.sites[kind])
+                fused += connection is not None and is_orthogonal(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 
 

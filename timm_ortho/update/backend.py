@@ -171,12 +171,18 @@ def cached_plan(
 
     None too if :func:`choose_backend` would return ``"torch"``, or if the operations are recorded or transformed.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or type(f) is not Tensor:
-        return None
-    name = _default.get() if backend is None else backend
-    if name == "torch" or (name == "auto" and x.is_cpu) or is_intercepted():
+    name = kernels_for(x, backend)
+    if name is None or type(f) is not Tensor or is_intercepted():
         return None
     return _plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, name))
+
+
+def kernels_for(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
+    """Return the name of the backend if it may select kernels, or None. This is the first and fastest check."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return None
+    name = _default.get() if backend is None else backend
+    return None if name == "torch" or (name == "auto" and x.is_cpu) else name
 
 
 # Norms that the kernels can compute together with the update, and whether they subtract the mean.
@@ -190,7 +196,7 @@ def has_kernels(norm: Any) -> bool:
     Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.
     """
     return (type(norm) in NORMS and norm.eps is not None and not has_hooks(norm)
-            and all(parameter is None or is_plain(parameter) for parameter in norm._parameters.values()))
+            and {*map(type, norm._parameters.values())} <= {nn.Parameter, type(None)})
 
 
 # -------------------------------------------------------------------------------- the check of kernels at run time
