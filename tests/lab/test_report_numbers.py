@@ -53,7 +53,8 @@ def test_studies_have_the_measure_of_the_papers_table(tmp_path, name, measure, e
 
 
 @pytest.mark.parametrize(("feature", "reading"), [
-    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected")])
+    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected"),
+    ([90.403, 90.597, 92.0], "not detected")])  # half-width: 1 point
 def test_the_interval_determines_the_reading(tmp_path, feature, reading):
     study, runs = accuracy({"linear": [90.0, 91.0, 92.0], "feature": feature}, name="mine", paper="", table="",
                            report={"measures": ["top1"]})
@@ -64,7 +65,8 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
         f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
         f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3")
     half = found["half_width"]
-    below = f" seeds, differences in top-1 below about {half:.{'2g' if half < 10 else '0f'}} points cannot be detected."
+    points = "1 point" if f"{half:.2g}" == "1" else f"{half:.2g} points"
+    below = f" seeds, differences in top-1 below about {points} cannot be detected."
     assert f"{told.removesuffix(' seeds')}{below}" in text
 
 

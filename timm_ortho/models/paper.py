@@ -3,9 +3,9 @@
 They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
 ``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. The paper
 contradicts itself about ViT-S: Section 4.1 has 6 blocks, which have 11.4 million parameters, and Section 4.2 has 22.0
-million parameters, which 12 blocks have (``depth=12``). Each name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear``. ``_linear`` is the baseline with plain additions,
-which is registered here because timm does not have these architectures. ``vit_test`` (32, 4, 2) is a ViT of the same
-class that is small enough to ship with trained weights.
+million parameters, which 12 blocks have (``depth=12``). Each name exists with the suffixes ``_ortho``, ``_orthog`` and
+``_linear``. ``_linear`` is the baseline with plain additions, which is registered here because timm does not have these
+architectures. ``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
 
 Difference from the authors' code: if a ResNetV2 block changes the stream's shape, its shortcut convolution receives the
 output of the first norm and activation, as in timm and He et al. In the authors' code it receives the block's input.

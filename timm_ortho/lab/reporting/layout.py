@@ -167,6 +167,17 @@ class Layout:
         return images if images == split or images != "test" else "validation"
 
     @property
+    def chance(self) -> Optional[float]:
+        """The accuracy of guessing among equally frequent classes, in percent; None if their number is unknown."""
+        classes = (self.study.get("data") or {}).get("classes")
+        return 100 / classes if classes else None
+
+    @property
+    def has_paper(self) -> bool:
+        """Whether tables have columns for the paper's numbers, or for the study's note about missing numbers."""
+        return bool(self.study["paper"] and (self.stated or self.unstated != Layout.unstated))
+
+    @property
     def names(self) -> list[str]:
         """Titles of the first columns of the table, which contain the names of the rows."""
         return [self.titles.get(dimension, dimension) for dimension in self.rows]
