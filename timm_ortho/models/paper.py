@@ -120,7 +120,8 @@ class CifarResNetV2(ResNetV2):
 
 
 _VIT_CFG = PretrainedCfg(
-    input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic", crop_pct=0.875,
+    input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic",
+    crop_pct=1.0,  # the paper's recipes validate on whole images
     mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
     num_classes=1000, first_conv="patch_embed.proj", classifier="head",
 )
@@ -130,7 +131,7 @@ CIFAR_CFG = PretrainedCfg(
     num_classes=10, first_conv="stem.conv", classifier="head.fc",
 )
 _TEST_CFG = replace(
-    _VIT_CFG, input_size=(3, 8, 8), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,
+    _VIT_CFG, input_size=(3, 8, 8), mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,
 )
 _BASIC = dict(basic=True, bottle_ratio=1.0, channels=(64, 128, 256, 512))
 
