@@ -318,7 +318,7 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
                      "labels", "--license", "mit", "--revision", "v2"]) == 0
     assert "hf-hub:me/digits@v2" in capsys.readouterr().out
     assert config(Path("out"))["label_names"] == list("abcdefghij")
-    with open("both", "w") as out, open("both", "a", buffering=1) as err, monkeypatch.context() as patch:
+    with open("both", "a") as out, open("both", "a", buffering=1) as err, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)  # Python writes files in blocks
         patch.setattr(sys, "stderr", err)
         assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run"]) == 0
