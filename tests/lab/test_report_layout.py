@@ -55,8 +55,8 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
             for seed in range(2) for depth in (2, 4) for connection in ("linear", "feature")]
     study = study_of("mine", paper="", table=None, axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0, 1])
     write(study, runs, [], tmp_path)
-    rows = [row[:5] for row in tables_of(tmp_path)[0][1:]]
-    assert ["4", "1e-4", "Linear", "2", "4.50 ± 0.71"] in rows
+    rows = [row[:4] for row in tables_of(tmp_path)[0][1:]]
+    assert ["4", "1e-4", "Linear", "4.50 ± 0.71"] in rows
     laid_out = {"rows": ["depth"], "columns": ["connection", "measure"], "measures": ["loss"],
                 "titles": {"depth": "blocks"}, "labels": {"depth": {4: "four"}},
                 "figures": [{"points": {"x": "depth"}}]}
