@@ -3,9 +3,16 @@ import difflib
 import math
 from typing import Any, Iterable, List, Optional, Sequence
 
+_OTHER_WORDS = {  # words from the papers and other libraries -> names of this package and of timm
+    "orthogonal": "feature", "identity": "linear", "learning_rate": "lr", "image_size": "img_size", "optimizer": "opt",
+    "scheduler": "sched", "label_smoothing": "smoothing",
+}
+
 
 def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
     """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
+
+    Similar words in ``_OTHER_WORDS`` count as the names that they stand for.
 
     Args:
         name: The unknown name.
@@ -14,8 +21,12 @@ def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
 
     >>> did_you_mean("vit_smal", ["vit_small", "vit_base"])
     "; did you mean 'vit_small'?"
+    >>> did_you_mean("learning_rat", ["lr", "lr_base"])
+    "; did you mean 'lr'?"
     """
-    similar = difflib.get_close_matches(str(name), [str(each) for each in known], n=count)
+    names = {str(each): str(each) for each in known}
+    words = {**{word: meant for word, meant in _OTHER_WORDS.items() if meant in names}, **names}
+    similar = dict.fromkeys(words[word] for word in difflib.get_close_matches(str(name), words, n=count))
     return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
 
 

@@ -84,17 +84,18 @@ def _add_compare(commands: Any) -> None:
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="connections to compare (default: linear feature global)")
     add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or several seeds: 0 4 7")
-    add("--epochs", type=int, metavar="N")
-    add("--batch-size", "-b", type=int, metavar="N")
-    add("--img-size", type=int, metavar="N")
-    add("--lr", type=float, metavar="LR")
-    add("--workers", "-j", type=int, metavar="N")
+    add("--epochs", type=int, metavar="N", help="default: the recipe's")
+    add("--batch-size", "-b", type=int, metavar="N", help="images per update of the weights (default: the recipe's)")
+    add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
+    add("--lr", type=float, metavar="LR", help="learning rate (default: the recipe's)")
+    add("--workers", "-j", type=int, metavar="N", help="processes that load images (default: the recipe's)")
     add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--amp", action="store_true", default=None, help="mixed precision")
-    add("--amp-dtype", choices=["float16", "bfloat16"])
+    add("--amp-dtype", choices=["float16", "bfloat16"],
+        help="data type of --amp (default: float16 on a GPU, bfloat16 on a CPU)")
     add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
@@ -423,7 +424,7 @@ def _push(parsed: argparse.Namespace) -> int:
     try:
         if parsed.dry_run:
             folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
-            print(export(parsed.model, folder, parsed.repo_id, **contents))
+            print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
             print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
             return 0
         upload = _requested(parsed, ("private", "create_pr", "commit_message"))

@@ -51,12 +51,14 @@ from .hypotheses import (
     CIFAR,
     ELSEWHERE,
     FASHION,
+    GAINS,
     NAMES,
     PART_ONE,
     PART_TWO,
     RANKS,
     RATE_STUDIES,
     RESNET,
+    RESNETS,
     TINY,
     Sweep,
     by_epochs,
@@ -198,12 +200,13 @@ def answers() -> dict[str, str]:
     of_data = _listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
+    of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
         "ViTs": f"F − linear is {of_data}. F's training loss is lower on {lower_loss(measured)}"
                 f"{higher_test_loss(measured)}.",
         "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
-                   f"tuned) and {RESNET.of_paper} in the paper.",
+                   f"tuned). In the paper, it is {RESNET.of_paper} for ResNetV2-18 and {of_resnets} for all ResNetV2s.",
         "Learning rates":
             f"F loses less accuracy than linear if the rate is far too high. According to a fitted line, F − linear "
             f"changes by {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST for a tenfold "

@@ -90,7 +90,8 @@ def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
     return {data: fmean(effect[data] for effect in effects) for data in effects[0] if all(data in e for e in effects)}
 
 
-GAINS = {model: of_paper("accuracy", minus("feature", "linear"), model) for model in ("vit_s", "resnetv2_18")}
+RESNETS = ("resnetv2_18", "resnetv2_34", "resnetv2_50", "resnetv2_101")
+GAINS = {model: of_paper("accuracy", minus("feature", "linear"), model) for model in ("vit_s", *RESNETS)}
 
 
 def _only(data: str) -> dict[str, float]:

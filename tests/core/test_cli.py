@@ -130,6 +130,11 @@ def test_help(capsys):
         assert "timm-ortho" in capsys.readouterr().out
 
 
+def test_compare_explains_every_option():
+    (commands,) = (action for action in cli._parser()._actions if action.choices)
+    assert [action.dest for action in commands.choices["compare"]._actions if not action.help] == []
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--recipe", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
     (["--option", "mixpu=1"], "no option 'mixpu'; did you mean 'mixup'"),

@@ -125,6 +125,7 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; did you mean 'vit_small_patch16_224_or"),
+    (["vgg11_ortho"], "there is no variant 'vgg11_ortho'; vgg11 has no variants: no residual addition"),
     (["vit_smal_ortho"], "there is no variant 'vit_smal_ortho'; did you mean 'vit_small_ortho' or "),
     (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "image /nowhere.png cannot be read: No such file"),
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),

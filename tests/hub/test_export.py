@@ -1,5 +1,6 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -317,6 +318,11 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
                      "labels", "--license", "mit", "--revision", "v2"]) == 0
     assert "hf-hub:me/digits@v2" in capsys.readouterr().out
     assert config(Path("out"))["label_names"] == list("abcdefghij")
+    with open("both", "a") as out, open("both", "a", buffering=1) as err, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)  # Python writes files in blocks
+        patch.setattr(sys, "stderr", err)
+        assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run"]) == 0
+    assert Path("both").read_text(encoding="utf-8").endswith(f"the files are in {folder}\n")
     assert cli.main(["push", str(grid), "me/digits", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
         f"timm-ortho: error: {grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}\n")

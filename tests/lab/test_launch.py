@@ -251,6 +251,21 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
     bar.bar.close()
 
 
+def test_a_terminal_of_0_columns_shows_lines(tmp_path, monkeypatch):
+    experiment = planned(compared(tmp_path / "out", epochs=4))
+    reading, writing = os.openpty()  # a new pseudo-terminal has no size
+    with open(reading, "rb", buffering=0) as terminal, open(writing, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        progress = launch._Progress(experiment.folder, experiment.runs)
+        (experiment.folder / "linear-seed0" / "summary.csv").write_text(
+            "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,2.5,1.0,10.0,99.0,0.001\n")
+        progress.update(experiment.runs)
+        progress.bar.close()
+        stderr.flush()
+        os.set_blocking(reading, False)
+        assert b"linear-seed0: epoch 1/4, loss 2.500, top-1 10.00 %" in (terminal.read(1000) or b"")
+
+
 # ----------------------------------------------------------------------------------------------- processes
 def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, capsys):
     """One run is killed once, one run is killed every time, and one run is not killed."""

@@ -18,6 +18,7 @@ from timm_ortho.lab.planning import design
     (dict(scales={"smoke": {"titel": 1}}), "scale 'smoke' accepts no key 'titel'"),
     (dict(scales={"small": {}}), "there is no scale 'smoke', only small"),
     (dict(options={"epoch": 3}), "options accepts no key 'epoch'; did you mean 'epochs'"),
+    (dict(options={"learning_rat": 3}), "options accepts no key 'learning_rat'; did you mean 'lr'?"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
@@ -90,6 +91,8 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("given", "message"), [
+    (dict(model="vgg11"), r"no orthogonal variant of 'vgg11'; vgg11 has no variants: no residual addition"),
+    (dict(img_size=33), r"images of 33 x 33 pixels are not whole numbers of patches of 8 x 8: .* --img-size 32"),
     (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; did you mean 'vit_small'"),
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
     (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),

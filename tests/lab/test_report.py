@@ -207,14 +207,46 @@ def test_compare(tmp_path):
     text = write(*accuracy(BOTH, name="compare", paper="", table="", changed=[]), [], tmp_path)
     header, rule, linear, feature = text.split("\n\n")[2].splitlines()
     assert re.split(" {2,}", header) == [
-        "connection", "seeds", "top-1 % (last epoch)", "best epoch %", "difference to Linear [95 % CI]", "images/s",
+        "connection", "top-1 %", "difference to Linear [95 % CI]", "best epoch %", "seeds", "images/s",
         "peak memory"]
-    assert re.split(" {2,}", linear) == ["Linear", "3", "91.17 ± 1.26", "91.17", "-", "100", "1,024 MiB"]
-    assert re.split(" {2,}", feature)[4] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
+    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "-", "91.17", "3", "100", "1,024 MiB"]
+    assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
     assert set(rule) == {"-"}
     assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} == {
         path.name for path in (tmp_path / "figures").iterdir()}
     assert "paper" not in "".join(texts(tmp_path)).lower()
+
+
+def test_the_page_describes_the_network_and_its_training(tmp_path):
+    study, runs = accuracy(BOTH, name="compare", paper="", table="", changed=[])
+    runs = [{**run, "blocks": 6, "width": 64, "lr": 1e-3, "batch_size": 32} for run in runs]
+    write(study, runs, [], tmp_path)
+    rows = dict(row for table in tables_of(tmp_path) if ["property", "value"] in table for row in table)
+    titles = ("learning rate", "batch size", "epochs", "blocks", "width of the last block")
+    assert [rows[title] for title in titles] == ["1e-3", "32", "1", "6", "64"]
+    assert all("trains vit_small (6 blocks, width 64) on digits" in told for told in texts(tmp_path))
+
+
+@pytest.mark.parametrize(("feature", "told"), [
+    ([12.0, 9.0, 10.5], "Not more accurate than chance: Orthogonal-F. Differences to or of these networks say nothing "
+                        "about the connections. The difference between the connections was detected"),
+    ([90.5, 93.0, 93.5], "No difference between the connections was detected")])
+def test_networks_at_chance_are_named(tmp_path, feature, told):
+    data = {"classes": 10, "validation": 360, "train": 1, "channels": 1, "image_size": None, "size_from": "",
+            "first_image": None, "validation_split": "test"}
+    made = dict(name="compare", paper="", table="", changed=[], data=data, report={"measures": ["top1"]})
+    write(*accuracy({**BOTH, "feature": feature}, **made), [], tmp_path)
+    assert results(tmp_path)["lead"].startswith(told)
+    write(*accuracy({"linear": [9.0, 14.5, 11.0], "feature": [12.0, 9.0, 10.5]}, **made), [], tmp_path)
+    assert results(tmp_path)["lead"] == (
+        "No network is more accurate than chance, so the differences say nothing about the connections. Train longer, "
+        "or change the learning rate.")
+
+
+def test_a_paper_without_numbers_has_no_column(tmp_path):
+    text = write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
+    assert "not in the paper" not in "".join([text, *texts(tmp_path)])
+    assert "only in a plot" in write(study_of("epsilon"), runs_of("epsilon"), [], tmp_path)
 
 
 def test_only_shown_metrics_count_as_comparisons(tmp_path):
@@ -226,7 +258,7 @@ def test_only_shown_metrics_count_as_comparisons(tmp_path):
     found = results(tmp_path)["summary"][-1]["difference"]
     assert found["p_holm"] == found["p"]
     assert "adjusted for 1 comparison." in texts(tmp_path)[0]
-    assert tables_of(tmp_path)[0][0][:3] == ["connection", "seeds", "top-1 % (last epoch)"]
+    assert tables_of(tmp_path)[0][0][:2] == ["connection", "top-1 %"]
 
 
 def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):

@@ -10,8 +10,7 @@ import subprocess
 
 import pytest
 from helpers.made_up_runs import runs_of, study_of
-
-from timm_ortho.lab.reporting import report
+from helpers.reports import write
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (400, 1200)
@@ -36,6 +35,8 @@ addEventListener("load", () => {{
             images: [...page.images].map(image => image.naturalWidth),
             shares: [...page.images].map(image => image.getBoundingClientRect().width / free),
             scales: [...page.images].map(image => image.getBoundingClientRect().width / image.naturalWidth),
+            seen: [...page.querySelector("table")?.querySelectorAll("thead th") ?? []].filter(
+              cell => cell.getBoundingClientRect().right <= width).map(cell => cell.textContent),
             headers: [...page.querySelectorAll("thead tr")].map(row => row.getBoundingClientRect().height),
             cut: [...outside, ...still, ...squeezed].map(element => element.outerHTML.slice(0, 80))}};
   }});
@@ -64,9 +65,14 @@ def opened(text, folder):
     "accuracy", "compare", pytest.param("dynamics", marks=pytest.mark.slow), "parameters"])
 def test_nothing_is_cut_off(name, tmp_path):
     study = study_of(name, versions={"timm-ortho": "0.1.0", "commit": "0123456789abcdef" * 3})
-    report.write(study, runs_of(name), ["a-seed9"], tmp_path)
+    runs = runs_of(name)
+    if name == "compare":
+        runs = [{**run, "top1": run["top1"] + run["seed"] * (run["connection"] == "feature")} for run in runs]
+    write(study, runs, ["a-seed9"], tmp_path)
     frames, console = opened((tmp_path / "report.html").read_text(encoding="utf-8"), tmp_path)
     assert console == []
+    if name == "compare":  # the answer is visible on a phone without scrolling
+        assert "difference to Linear [95 % CI]" in frames[0]["seen"]
     assert [frame["width"] for frame in frames] == list(WIDTHS)
     for frame in frames:
         assert frame["title"].startswith(f"What about {name}?")

@@ -38,8 +38,23 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert (found["difference"]["pairs"], found["difference"]["reading"]) == (3, "not detected")
 
 
+@pytest.mark.parametrize(("name", "measure", "expected"), [
+    ("switch_kept", "best5", 77.8), ("switch_kept", "best5_top5", 97.8),  # Table 10: epochs 0, 1, 2, 4 and 5
+    ("switch_reinitialised", "final5", 74.5), ("switch_reinitialised", "final5_top5", 94.5),  # Table 3: epochs 4 to 7
+    ("head_norm", "best5", 77.8)])  # Table 9
+def test_studies_have_the_measure_of_the_papers_table(tmp_path, name, measure, expected):
+    study, (run, *_) = study_of(name), runs_of(name)
+    history = [{"epoch": epoch, "eval_top1": value, "eval_top5": value + 20}
+               for epoch, value in enumerate([79.0, 78.0, 77.0, 70.0, 78.0, 77.0, 72.0, 71.0])]
+    write(study, [{**run, "history": history, "switch_epoch": 4}], [], tmp_path)
+    entries = {entry["measure"]: entry["mean"] for entry in results(tmp_path)["summary"]}
+    assert entries[measure] == pytest.approx(expected)
+    assert entries["top1"] == run["top1"]
+
+
 @pytest.mark.parametrize(("feature", "reading"), [
-    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected")])
+    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected"),
+    ([90.403, 90.597, 92.0], "not detected")])  # half-width: 1 point
 def test_the_interval_determines_the_reading(tmp_path, feature, reading):
     study, runs = accuracy({"linear": [90.0, 91.0, 92.0], "feature": feature}, name="mine", paper="", table="",
                            report={"measures": ["top1"]})
@@ -50,7 +65,8 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
         f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
         f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3")
     half = found["half_width"]
-    below = f" seeds, differences in top-1 below about {half:.{'2g' if half < 10 else '0f'}} points cannot be detected."
+    points = "1 point" if f"{half:.2g}" == "1" else f"{half:.2g} points"
+    below = f" seeds, differences in top-1 below about {points} cannot be detected."
     assert f"{told.removesuffix(' seeds')}{below}" in text
 
 

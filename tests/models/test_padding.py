@@ -263,7 +263,9 @@ def test_text_towers_of_clip(transformers, attention, samples):
     together = model(tokens, attention_mask=mask).last_hidden_state
     for sample, length in enumerate(mask.sum(1)):
         alone = model(tokens[sample:sample + 1, :length]).last_hidden_state
-        torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
+        # Eager attention computes its softmax in float32, whose rounding depends on the processor.
+        rtol, atol = (1e-5, 1e-6) if attention == "eager" else (1e-9, 1e-10)
+        torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("samples", [4, 8])

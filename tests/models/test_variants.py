@@ -12,9 +12,10 @@ from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, m
 
 import timm_ortho
 from timm_ortho import connection_arguments, sites
+from timm_ortho.lab.planning.recipe import load as load_recipe
 from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
-from timm_ortho.models.names import base_name
+from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights.pretrained import ENTRIES
 
@@ -112,6 +113,12 @@ def test_configuration(name):
                   "pool_size", "fixed_input_size"):
         assert getattr(cfg, field) == getattr(host, field), field
     json.dumps(dataclasses.asdict(cfg))
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("vit_small", "vit_s_imagenet1k"), ("vit_base", "vit_b_cifar10")])
+def test_the_papers_vits_are_validated_as_their_recipes_do(name, recipe):
+    """Without options, timm's validate.py takes the registered configuration."""
+    assert {get_pretrained_cfg(name + suffix).crop_pct for suffix in SUFFIXES} == {load_recipe(recipe)["crop_pct"]}
 
 
 @pytest.mark.parametrize("name", SPREAD)

@@ -199,6 +199,7 @@ def test_a_confirmed_difference_below_the_threshold_of_interest_is_marked(runs, 
 
 def test_effects_of_the_paper():
     assert hypotheses.GAINS["vit_s"]["CIFAR-10"] == pytest.approx(0.79)
+    assert "is +0.20 to +0.61 for ResNetV2-18 and -0.47 to +2.01 for all ResNetV2s" in evidence.answers()["ResNets"]
     assert [result.contrast.of_paper for result in hypotheses.PART_TWO] == ["+0.79", "+1.27", "", ""]
     starts = hypotheses.of_paper("connection_switch_reinitialised", hypotheses.of_switch(1, 0))
     assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)

@@ -54,7 +54,7 @@ def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: st
 def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
     """Return text to append to a message about an unknown name: at most `count` similar known names.
 
-    If no known name is similar, the text lists the first twelve known names.
+    If no known name is similar, the text lists the known names, unless there are more than twelve.
 
     >>> suggestion("vit_smal", ["vit_small", "vit_base"])
     "; did you mean 'vit_small'?"
@@ -62,8 +62,7 @@ def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
     '; known are vit_small, vit_base'
     """
     names = [str(each) for each in known]
-    return did_you_mean(name, names, count) or (
-        f"; known are {', '.join(names[:12])}{' and others' if len(names) > 12 else ''}")
+    return did_you_mean(name, names, count) or (f"; known are {', '.join(names)}" if len(names) <= 12 else "")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

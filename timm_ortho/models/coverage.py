@@ -75,6 +75,16 @@ def timm_modules() -> List[ModuleCoverage]:
     return modules
 
 
+def why_left_out(name: str) -> str:
+    """Return text to append to a message: why an architecture of timm has no variants; empty for any other name.
+
+    >>> why_left_out("vgg11")
+    '; vgg11 has no variants: no residual additions'
+    """
+    reasons = (row.left_out.get(name) for row in timm_modules())
+    return next((f"; {name} has no variants: {reason}" for reason in reasons if reason and reason != UNKNOWN), "")
+
+
 def libraries() -> Dict[str, Dict[str, List[str]]]:
     """Return the supported block classes of torchvision and transformers: library and version -> module -> names."""
     known: Dict[str, Dict[str, List[str]]] = {}

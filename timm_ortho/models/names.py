@@ -39,6 +39,14 @@ def bases_with_variants() -> list[str]:
 
 
 def similar_variants(pattern: str) -> str:
-    """Return text to append to a message about an unknown variant: similar names, or how to list all variants."""
+    """Return text to append to a message about an unknown variant.
+
+    The text has the reason why an architecture of timm has no variants, similar names, or how to list all variants.
+    """
+    from .coverage import why_left_out  # imports the table of blocks, which other functions do not need
+
+    reason = why_left_out(base_name(pattern))
+    if reason:
+        return reason
     variants = [name for name in list_models() if is_variant(name)]
     return did_you_mean(pattern.strip("*"), variants, 3) or "; timm-ortho list '*' lists all variants"

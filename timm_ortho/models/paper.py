@@ -1,10 +1,11 @@
 """The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025).
 
 They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
-``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each
-name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear``. ``_linear`` is the baseline with plain additions,
-which is registered here because timm does not have these architectures. ``vit_test`` (32, 4, 2) is a ViT of the same
-class that is small enough to ship with trained weights.
+``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. The paper
+contradicts itself about ViT-S: Section 4.1 has 6 blocks, which have 11.4 million parameters, and Section 4.2 has 22.0
+million parameters, which 12 blocks have (``depth=12``). Each name exists with the suffixes ``_ortho``, ``_orthog`` and
+``_linear``. ``_linear`` is the baseline with plain additions, which is registered here because timm does not have these
+architectures. ``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
 
 Difference from the authors' code: if a ResNetV2 block changes the stream's shape, its shortcut convolution receives the
 output of the first norm and activation, as in timm and He et al. In the authors' code it receives the block's input.
@@ -119,7 +120,8 @@ class CifarResNetV2(ResNetV2):
 
 
 _VIT_CFG = PretrainedCfg(
-    input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic", crop_pct=0.875,
+    input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic",
+    crop_pct=1.0,  # the paper's recipes validate on whole images
     mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
     num_classes=1000, first_conv="patch_embed.proj", classifier="head",
 )
@@ -129,7 +131,7 @@ CIFAR_CFG = PretrainedCfg(
     num_classes=10, first_conv="stem.conv", classifier="head.fc",
 )
 _TEST_CFG = replace(
-    _VIT_CFG, input_size=(3, 8, 8), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,
+    _VIT_CFG, input_size=(3, 8, 8), mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,
 )
 _BASIC = dict(basic=True, bottle_ratio=1.0, channels=(64, 128, 256, 512))
 

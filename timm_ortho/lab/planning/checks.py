@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
+from timm.layers import PatchEmbed
 
 from ..._images import data_config
 from ..._text import error_text
@@ -149,6 +150,13 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
         if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):
             options.model_kwargs.setdefault("img_size", height if height == width else [height, width])
             model = build()
+        patches = getattr(model, "patch_embed", None)
+        if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad:
+            rows, columns = patches.patch_size
+            if height % rows or width % columns:  # timm cuts the rest off
+                raise LabError(f"images of {height} x {width} pixels are not whole numbers of patches of {rows} x "
+                               f"{columns}: set an image size or patch size that fits, such as --img-size "
+                               f"{max(1, height // rows) * rows}")
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, height, width))
     return [height, width]

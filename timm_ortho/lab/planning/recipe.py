@@ -12,6 +12,7 @@ from typing import Any, Mapping
 
 import timm
 
+from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import import_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
@@ -108,8 +109,8 @@ def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    raise LabError(f"there is no orthogonal variant of '{base}'{suggestion(base, bases_with_variants(), 3)} (see "
-                   "timm-ortho list)")
+    near = why_left_out(base) or suggestion(base, bases_with_variants(), 3)
+    raise LabError(f"there is no orthogonal variant of '{base}'{near} (see timm-ortho list)")
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:

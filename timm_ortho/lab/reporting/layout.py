@@ -56,18 +56,30 @@ def _linear_cka(run: Run) -> Optional[float]:
     return (run.get("representation") or {}).get("linear_cka")  # null for the baseline's runs
 
 
-def _five_best(run: Run) -> Optional[float]:
-    """Return the mean top-1 of a run's five best epochs, the paper's protocol for Table 2."""
-    if not run.get("history"):
-        return None
-    values = sorted(row["eval_top1"] for row in run["history"] if finite(row.get("eval_top1")))
-    return fmean(values[-5:]) if values else float("nan")
+def _mean_of_five(key: str, best: bool) -> Callable[[Run], Optional[float]]:
+    """Return a function that averages five epochs of a run.
+
+    Args:
+        key: A column of the run's history.
+        best: Average the best epochs, as the paper's Table 2 does. Otherwise, average the last epochs of the last
+            stage; Table 3 averages an unknown number of them.
+    """
+    def read(run: Run) -> Optional[float]:
+        if not run.get("history"):
+            return None
+        first = 0 if best else run.get("switch_epoch") or 0
+        values = [row[key] for row in run["history"] if row["epoch"] >= first and finite(row.get(key))]
+        return fmean((sorted(values) if best else values)[-5:]) if values else float("nan")
+    return read
 
 
 MEASURES = {
     "top1": Measure("top-1 %", _number("top1")),
     "top5": Measure("top-5 %", _number("top5")),
-    "best5": Measure("top-1 %, five best {images} epochs", _five_best),
+    "best5": Measure("top-1 %, five best {images} epochs", _mean_of_five("eval_top1", best=True)),
+    "best5_top5": Measure("top-5 %, five best {images} epochs", _mean_of_five("eval_top5", best=True)),
+    "final5": Measure("top-1 %, mean of the last five epochs", _mean_of_five("eval_top1", best=False)),
+    "final5_top5": Measure("top-5 %, mean of the last five epochs", _mean_of_five("eval_top5", best=False)),
     "best_top1": Measure("top-1 %, best {images} epoch", _number("best_top1")),
     "loss": Measure("{images} loss", _number("loss"), 4),
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
@@ -153,6 +165,17 @@ class Layout:
         images = self.study.get("validation") or "test"
         split = (self.study.get("data") or {}).get("validation_split") or images
         return images if images == split or images != "test" else "validation"
+
+    @property
+    def chance(self) -> Optional[float]:
+        """The accuracy of guessing among equally frequent classes, in percent; None if their number is unknown."""
+        classes = (self.study.get("data") or {}).get("classes")
+        return 100 / classes if classes else None
+
+    @property
+    def has_paper(self) -> bool:
+        """Whether tables have columns for the paper's numbers, or for the study's note about missing numbers."""
+        return bool(self.study["paper"] and (self.stated or self.unstated != Layout.unstated))
 
     @property
     def names(self) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Named
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
 from scipy.stats import pearsonr
 
 from ..._text import finite
@@ -35,10 +35,10 @@ STYLES = {
 STYLES |= {paper.name("connection", name): look for name, look in STYLES.items()}
 _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
 _LINES = ("-", "--", "-.", ":")
+_OF_BLOCKS = (*_LINES, (0, (6, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3, 2, 3)))  # a legend lists eight
 _MARKERS = "vPX<>d*h"
 
 _NARROW = 4.0  # width of a narrow plot in inches
-_LONG = 10  # if a training has at least this many epochs, y axes cover only the values of its second half
 
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
@@ -60,6 +60,8 @@ class Panel:
     title: str
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
     marks: Sequence[float] = ()  # x of dotted vertical lines
+    log: bool = False  # whether the y axis is logarithmic
+    chance: Optional[float] = None  # y of a dotted line, which is drawn if a value is less than twice as high
 
 
 class Scene(NamedTuple):
@@ -132,8 +134,8 @@ def _finished(figure: Figure) -> Figure:
 
 # --------------------------------------------------------------------------------------------- line charts
 def lines_chart(
-        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, log: bool = False,
-        late: bool = False, ticks: Sequence[str] = (), narrow: bool = False,
+        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, ticks: Sequence[str] = (),
+        narrow: bool = False,
 ) -> Figure:
     """Draw line charts in a grid of panels.
 
@@ -142,9 +144,6 @@ def lines_chart(
         below: Title of the x axes.
         columns: Maximal number of columns.
         shared: Give all panels the same range of y.
-        log: Make the y axes logarithmic.
-        late: Let the y axes cover the second half of a training of ten or more epochs, so that a steep beginning does
-            not hide the differences.
         ticks: Labels of x = 0, 1, ...; by default whole numbers.
         narrow: One column.
     """
@@ -158,15 +157,19 @@ def lines_chart(
             _band(axes, x, curves, name, look)
         _title(axes, panel.title, below)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.set_yscale("log" if log else "linear")
+        if panel.log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
         if ticks:
             step = max(1, len(ticks) // 12)
             axes.set_xticks(range(0, len(ticks), step), ticks[::step], rotation=60)
-    for group in ([panels] if shared else [[panel] for panel in panels]) if late and _is_long(panels) else []:
-        _focus(grid[panels.index(group[0])], group)
-    for axes, panel in zip(grid, panels, strict=False):
         for mark in panel.marks:
             axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
+        values = (value for _, _, curves in panel.lines.values() for curve in curves for value in curve)
+        if panel.chance is not None and min(filter(finite, values), default=math.inf) < 2 * panel.chance:
+            axes.axhline(panel.chance, color="#555555", linewidth=1.1, linestyle=":", label="chance")
     for axes in grid[len(panels):]:
         axes.remove()
     return _finished(figure)
@@ -179,18 +182,6 @@ def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], nam
     axes.plot(x, list(map(_mean, columns)), markersize=3, **look)
     low, high = ([end(column, default=math.nan) for column in columns] for end in (min, max))
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
-
-
-def _is_long(panels: Sequence[Panel]) -> bool:
-    return max((at for panel in panels for _, x, _ in panel.lines.values() for at in x), default=0) >= _LONG
-
-
-def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
-    late = [value for panel in panels for _, x, curves in panel.lines.values() for curve in curves
-            for at, value in zip(x, curve, strict=True) if finite(value) and 2 * at > max(x)]
-    if late:
-        margin = 0.05 * (max(late) - min(late)) or 0.01 * abs(late[0]) or 1.0
-        axes.set_ylim(min(late) - margin, max(late) + margin)
 
 
 def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
@@ -220,8 +211,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
     sentences = [caption, f"x axis: {below}.",
-                 f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run.",
-                 _LATE if options.get("late") and _is_long(panels) else ""]
+                 f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run."]
     return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {below}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
@@ -230,7 +220,6 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
 # ------------------------------------------------------------------------------------------------ training
 _HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
             "eval_top5": "{} top-5, %"}
-_LATE = "The y axes show the range of the second half of training; earlier values can lie outside."
 
 
 def _history(scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "") -> Panel:
@@ -238,7 +227,12 @@ def _history(scene: Scene, runs: Sequence[Run], column: str, name: Name, part: s
     panel = _panel(f"{part}: {title}" if part else title, runs, name, lambda run: run["history"],
                    lambda row: row["epoch"] + 1, lambda row: row.get(column), among=scene.having("history"))
     panel.marks = sorted({run["switch_epoch"] for run in runs if run.get("switch_epoch")})
+    panel.log, panel.chance = column.endswith("loss"), scene.layout.chance if column == "eval_top1" else None
     return panel
+
+
+def _with_chance(caption: str, layout: Layout) -> str:
+    return f"{caption} The accuracy of chance is {layout.chance:.3g} %." if layout.chance else caption
 
 
 def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
@@ -246,8 +240,10 @@ def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
     for part, runs in scene.parts(options, scene.having("history")):
         panels = [_history(scene, runs, column, name, part) for column in ("train_loss", "eval_top1")]
         subject = f"{part}: training" if part else "Training"
-        caption = options.get("caption", f"{subject} loss and accuracy on the {scene.layout.images} images.")
-        yield _drawing(f"{options.get('name', 'training')} {part}", caption, panels, "epoch", late=True)
+        caption = options.get("caption", f"{subject} loss, with a logarithmic y axis, and accuracy on the "
+                                         f"{scene.layout.images} images.")
+        caption = _with_chance(caption, scene.layout)
+        yield _drawing(f"{options.get('name', 'training')} {part}", caption, panels, "epoch")
 
 
 def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
@@ -255,7 +251,7 @@ def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
     panels = [_history(scene, runs, column, name, part) for part, runs in scene.parts(options, scene.having("history"))]
     if panels:
         caption = options.get("caption", f"{_HISTORY[column].format(scene.layout.images)}.")
-        yield _drawing(options.get("name", "curves"), caption, panels, "epoch", late=True, shared=True)
+        yield _drawing(options.get("name", "curves"), _with_chance(caption, scene.layout), panels, "epoch", shared=True)
 
 
 # ---------------------------------------------------------------------------------------------- the stream
@@ -316,7 +312,8 @@ def _mean(values: Iterable[Optional[float]]) -> float:
 
 
 def _look(layer: int, last: int) -> dict[str, Any]:
-    return {"color": colormaps["viridis"](0.9 * layer / max(1, last)), "linestyle": _LINES[layer % 4]}
+    return {"color": colormaps["viridis"](0.9 * layer / max(1, last)),
+            "linestyle": _OF_BLOCKS[layer % len(_OF_BLOCKS)]}
 
 
 _SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Figures 3 and 10",
@@ -379,7 +376,9 @@ def _last_branch(scene: Scene, options: Options) -> Iterator[Drawing]:
                   for measure in ("orthogonal", "parallel", "branch")]
         caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
                    f"logarithmic y axes. {options.get('caption', '')}")
-        yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step", log=True)
+        for panel in panels:
+            panel.log = True
+        yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step")
 
 
 def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:

@@ -27,7 +27,7 @@ begins with the answer and ends with method and terms.
         "connection": "feature",                # connection at the end of training; LO: linear, later feature
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
-        "parameters", "model", "device", "dataset", "switch_epoch",
+        "parameters", "blocks", "width", "lr", "batch_size", "model", "device", "dataset", "switch_epoch",
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
@@ -47,7 +47,7 @@ from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import finite
-from .. import paper, write_text
+from .. import paper, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
@@ -59,6 +59,8 @@ _STEPS = 100  # maximum number of recorded steps in results.json and plots; the 
 _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which transition points are computed
 
 _NOTHING = "No run is finished yet."
+_OPTIONS = {"blocks": "blocks", "width of the last block": "width", "epochs": "epochs", "learning rate": "lr",
+            "batch size": "batch_size"}  # title of a row -> key of a run
 _FEW = 2  # with this number of seeds, the report warns about wide intervals
 _NAMED = 3  # maximum number of differences that a sentence of the answer names
 
@@ -100,6 +102,8 @@ class Part:
         study = self.study
         name = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
         models = ", ".join(map(str, study["axes"].get("model", [study["model"]])))
+        shapes = {(run["blocks"], run["width"]) for run in self.runs if run.get("blocks") and run.get("width")}
+        models += " ({} blocks, width {})".format(*shapes.pop()) if len(shapes) == 1 else ""
         data, seeds = study["dataset"] or "own images", _count(study["seeds"], "seed")
         images = _of_data(study.get("data") or {}, self.layout.images)
         return " ".join([f"{name} trains {models} on {data} with {seeds}.", *images])
@@ -191,7 +195,7 @@ def _section(part: Part) -> Iterator[Block]:
         yield Text(f"Not finished: {', '.join(part.unfinished)}.")
     if not part.runs:
         yield Text(_NOTHING)
-    yield Heading("The paper's table and this one" if study["paper"] else "The table")
+    yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
     yield from _results(part)
     if study["changed"] or study["paper"]:
         yield Heading("What differs from the paper")
@@ -274,6 +278,29 @@ def _lead(parts: Sequence[Part]) -> str:
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
+    untrained = [entry for part in parts for entry in _at_chance(part)]
+    if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
+        return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
+                "longer, or change the learning rate.")
+    return " ".join([*_warning(untrained), _verdict(parts, compared)])
+
+
+def _warning(untrained: Sequence[tables.Entry]) -> Iterator[str]:
+    if untrained:
+        yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
+               "of these networks say nothing about the connections.")
+
+
+def _at_chance(part: Part) -> list[tables.Entry]:
+    """Return the entries whose mean accuracy is at most three standard deviations above that of guessing."""
+    chance, images = part.layout.chance, (part.study.get("data") or {}).get("validation")
+    if not chance or not images:
+        return []
+    limit = chance + 3 * (chance * (100 - chance) / images) ** 0.5
+    return [entry for entry in part.entries if entry.measure == "top1" and entry.values and entry.moments[0] <= limit]
+
+
+def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
     tested = [entry for entry in compared if entry.holm is not None]
     untested = grouped([entry for entry in compared if entry.holm is None],
                        lambda entry: entry.reading.removeprefix("no interval: "))
@@ -333,7 +360,7 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
     spread = f" ({least} to {most}, depending on the comparison)" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
-    unit = " points" if percent else ""
+    unit = (" point" if middle == "1" else " points") if percent else ""
     return (f"With {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
             f"below about {middle}{unit} cannot be detected{spread}.")
 
@@ -379,6 +406,8 @@ def _made(part: Part) -> list[list[str]]:
         "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
         **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
         "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
+        **{title: _distinct(value_text(run[key]) for run in runs if run.get(key)) for title, key in _OPTIONS.items()
+           if key not in study["axes"]},
         "trainer": _distinct(run.get("trainer") for run in runs),
         "device": _distinct(run.get("device") for run in runs),
         "wall time": _wall_time(runs),

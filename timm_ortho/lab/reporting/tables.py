@@ -208,7 +208,7 @@ def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
     scale = layout.study["scale"]
     title = "here" if scale == "paper" else f"here ({scale})"
     here = {entry.position: str(entry) for entry in entries}
-    if not layout.study["paper"]:
+    if not layout.has_paper:
         compared = {entry.position: entry.compared() for entry in entries}
         return side_by_side(layout.names, here, compared, (title, "difference [95 % CI]"), (NOT_RUN, NONE))
     digits = {layout.label("measure", name): MEASURES[name].digits for name in layout.measures}
@@ -258,13 +258,12 @@ def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> T
         members = [run for run in runs if _group(run) == entry.group]
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
-            str(entry.runs), str(entry),
-            _middle(fmean, members, "best_top1", _with_digits(2)),
-            "-" if entry.baseline == entry.position else str(entry.difference or "-"),
+            str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
+            _middle(fmean, members, "best_top1", _with_digits(2)), str(entry.runs),
             _middle(median, members, "images_per_second", _with_digits(0)),
             _middle(median, members, "peak_memory", _memory)])
-    return Table([*axes, "connection", "seeds", "top-1 % (last epoch)", "best epoch %",
-                  f"difference to {baseline} [95 % CI]", "images/s", "peak memory"], rows, len(axes) + 1)
+    return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
+                  "seeds", "images/s", "peak memory"], rows, len(axes) + 1)
 
 
 def _middle(of: Callable, runs: Sequence[Run], key: str, shown: Callable[[float], str]) -> str:
@@ -296,7 +295,7 @@ def differences(entries: Sequence[Entry], layout: Layout) -> Table:
 
 def printed(entries: Sequence[Entry], layout: Layout) -> Table:
     """Return the table that the command prints: a line for each metric of a group."""
-    stated = [] if not layout.study["paper"] else ["paper"]
+    stated = ["paper"] if layout.has_paper else []
     return Table(
         [*layout.names, "metric", *stated, "here", "difference [95 % CI]", "reading"],
         [[*entry.position[0], ", ".join(entry.position[1]),

@@ -46,8 +46,16 @@ ATTEMPTS = 3  # a run is started at most this many times, if its process dies
 _SECONDS_TO_PREEMPT = 300  # after a signal ended its training, a job stays alive this long for submitit to requeue it
 
 
+def _reports_no_width() -> bool:
+    """Return whether the output is a terminal that reports 0 columns, on which tqdm prints nothing."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns == 0
+    except (OSError, ValueError):  # the output is not a terminal, or not a file
+        return False
+
+
 class _Progress:
-    """Show the finished epochs of all runs: as one bar, or as lines if the output is not a terminal."""
+    """Show the finished epochs of all runs: as one bar, or as lines if the output is not a terminal of known width."""
 
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
@@ -57,8 +65,9 @@ class _Progress:
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.said = time.monotonic(), -math.inf
         # disable=None shows the bar only if the output is a terminal
+        disable = _reports_no_width() or None
         self.bar = tqdm(
-            total=self.total, initial=self.before, leave=False, disable=None, dynamic_ncols=True,
+            total=self.total, initial=self.before, leave=False, disable=disable, dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
             self.say(f"{len(self.finished)} of {len(runs)} runs are already finished")

@@ -21,6 +21,7 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from ..._images import data_config
+from ..._sites import sites
 from ...runs.folders import import_modules, load_checkpoint
 from ...runs.provenance import device_name, made_on
 from .. import LabError, one_line, write_json
@@ -183,6 +184,8 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "blocks": len({site.layer for site in sites(model)}), "width": model.num_features,
+        "lr": options.lr, "batch_size": plan.whole_batch(plan.stages[-1]),
         **metrics_of(rows),
         "images_per_second": median(speeds) if speeds else None,  # over the epochs
         "peak_memory": int(max(memory)) if memory else None,
