@@ -146,6 +146,7 @@ class NormPlan(Plan):
         self.rows = tiles.projections
         self.constants = (self.rows, tiles.width, centered, tiles.BLOCK_P, tiles.BLOCK_W, self.acc_in_triton)
         self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, self.rows)
+        self.like_parts = x.new_empty(1, dtype=self.acc).expand(2, blocks, tiles.width)
         self.of_y = Plan(x, f, (-1,), eps, 0.0, 1.0, False)  # for a backward pass without dL/dh
 
     def update(  # type: ignore[override]
@@ -172,9 +173,7 @@ class NormPlan(Plan):
         for_x, for_f, for_parameters = needed
         grad_x = torch.empty_like(x) if for_x else None
         grad_f = torch.empty_like(x, dtype=self.branch_dtype) if for_f else None
-        parts = None
-        if for_parameters:
-            parts = x.new_empty((2, self.backward_programs, self.tiles.width), dtype=self.acc)
+        parts = torch.empty_like(self.like_parts) if for_parameters else None
         key = needed, grad_y is None, None if w is None else w.dtype
         launch = self.launches.get(key)
         if launch is None:
