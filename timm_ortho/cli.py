@@ -102,13 +102,14 @@ def _add_compare(commands: Any) -> None:
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py")
+    _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/compare/, named after the settings")
     add("--open", dest="opened", action="store_true", help="open the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
 
 _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device", "amp",
-           "amp_dtype", "torchcompile")
+           "amp_dtype", "torchcompile", "device_modules")
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -171,6 +172,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
+    _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
@@ -205,7 +207,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
     return lab.Request(
         lab.load(parsed.name, parsed.scale),
-        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device"))},
+        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device", "device_modules"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
         only=parsed.only,
@@ -437,7 +439,8 @@ def _push(parsed: argparse.Namespace) -> int:
 
 def _add_modules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-modules", nargs="+", metavar="MODULE",
-                        help="import these modules, which the run's options name, for example for your own connections")
+                        help="modules to import first, for example with your own connections; a file's or folder's own "
+                             "device_modules are imported only if they are named here too")
 
 
 def _lines(file: str) -> list[str]:

@@ -36,7 +36,7 @@ from .._text import error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
-from ..hub_client.errors import check_repo_id, without_tokens
+from ..hub_client.errors import check_client, check_repo_id, without_tokens
 from ..models.arguments import is_variant_argument, variant_argument
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
@@ -136,6 +136,7 @@ class Publication:
             PublishError: The name is invalid, or the model cannot be published.
         """
         check_repo_id(repo_id, PublishError)
+        check_client(PublishError)
         if not isinstance(model, nn.Module):
             run = CheckpointRun(Path(model), ema)
             trained = run_model(run)

@@ -69,7 +69,8 @@ class Run:
     @property
     def split(self) -> str:
         """Name of the split or folder of the validation images."""
-        return (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split") or "validation"
+        stored = (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split")
+        return Path(stored or "validation").name
 
     @property
     def evaluated(self) -> Optional[dict]:

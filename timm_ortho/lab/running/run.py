@@ -20,6 +20,7 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from ..._images import data_config
+from ..._text import error_text
 from ...hub_client.errors import WeightsError
 from ...models.names import is_variant
 from ...runs.folders import check_options, import_modules
@@ -117,7 +118,7 @@ def _check(plan: RunPlan, source: Path, train_py: Optional[str]) -> None:
                 try:
                     load_checkpoint(options[key])
                 except (OSError, WeightsError) as error:
-                    raise LabError(f"option '{key}' of {source}: {one_line(error)}") from None
+                    raise LabError(f"option '{key}' of {source}: {error_text(error)}") from None
 
 
 def _begin_session(folder: Path) -> list[dict]:
