@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint(tmp_path, capsys):
     (tmp_path / "g.safetensors").write_text("garbage")
     assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
+    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be read as a checkpoint (")
     assert error.count("\n") == 1
 
 

@@ -53,7 +53,7 @@ def check_client(error_class: Type[Exception]) -> None:
     """Raise ``error_class`` if the installed releases of timm and huggingface_hub do not fit."""
     if not has_hf_hub():  # timm's own error recommends to install huggingface_hub, which is installed
         raise error_class(f"timm {timm.__version__} cannot use huggingface_hub {huggingface_hub.__version__}: update "
-                          "timm to 1.0.24 or later, or install 'huggingface-hub<2'")
+                          "timm to 1.0.21 or later, or install 'huggingface-hub<2'")
 
 
 def with_timeout(function: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 """Read files of weights without running code from them. The package reads every checkpoint here.
 
-timm before 1.0.27 unpickles checkpoints with ``weights_only=False``, which runs any code in them.
+timm before 1.0.26 unpickles checkpoints with ``weights_only=False``, which runs any code in them.
 """
 import pickle
 import re

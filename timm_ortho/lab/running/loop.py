@@ -53,7 +53,7 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
         num_classes=num_classes,
         drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
         global_pool=options.gp, bn_momentum=options.bn_momentum, bn_eps=options.bn_eps,
-        checkpoint_path=None,  # timm before 1.0.27 would run code in the file
+        checkpoint_path=None,  # timm before 1.0.26 would run code in the file
         **options.model_kwargs,
     )
     if options.initial_checkpoint:
