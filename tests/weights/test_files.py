@@ -217,6 +217,26 @@ def test_modules_of_a_run_are_imported_only_if_the_user_names_them(tmp_path, mod
     assert module.exists()
 
 
+def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
+    """The letters of the text are not modules."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "t.py").write_text("raise SystemExit('t.py was run')")
+    timm_run(tmp_path / "run", device_modules="timm_ortho")
+    assert cli.main(["show", str(tmp_path / "run")]) == 0
+    timm_run(tmp_path / "other", device_modules="evil_module")
+    assert cli.main(["show", str(tmp_path / "other")]) == 2
+    assert NAMES in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])
+def test_a_damaged_numpy_file_is_a_one_line_error(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"half")
+    for name in ("vit_test_ortho", "resnetv2_18_cifar_ortho"):
+        with pytest.raises(WeightsError, match=r"the weights in .*a.np[yz] do not fit the model: \w+: [^\n]*$"):
+            load_weights(timm.create_model(name), path)
+
+
 def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys):
     folder = one_run(tmp_path / "out", epochs=1)
     change_stage(folder, device_modules=["timm_ortho", "evil_module"])

@@ -69,7 +69,7 @@ def _created(
     """
     if is_variant(architecture):
         return timm.create_model(name, pretrained=True, cache_dir=cache_dir, **kwargs)
-    overlay = {**located(cfg, cache_dir), **(kwargs.pop("pretrained_cfg_overlay", None) or {})}
+    overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), **located(cfg, cache_dir)}
     with naming_the_source({"source": cfg.source, "hf_hub_id": cfg.hf_hub_id, "file": cfg.file}):
         model = timm.create_model(name, pretrained=True, cache_dir=cache_dir, pretrained_cfg_overlay=overlay, **kwargs)
     restore_source(model, replace(cfg, tag=vars(model)["pretrained_cfg"].get("tag")))

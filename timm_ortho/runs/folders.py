@@ -52,19 +52,25 @@ def class_names(dataset: Any) -> Optional[list[str]]:
     return [str(name) for name in names] if names else None
 
 
-def import_modules(modules: Union[str, Sequence[str], None], error_class: type[ValueError]) -> None:
+Modules = Union[str, Sequence[str], None]  # the option `device_modules` of timm's `train.py`
+
+
+def import_modules(modules: Modules, error_class: type[ValueError]) -> None:
     """Import modules that the user names; raise ``error_class`` if one does not exist."""
-    for module in [modules] if isinstance(modules, str) else modules or ():
+    for module in _listed(modules):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise error_class(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
 
 
-def own_modules(modules: Union[str, Sequence[str], None]) -> list[str]:
-    """Return the modules of `train.py`'s option `device_modules` without those of this package."""
-    return [str(module) for module in ([modules] if isinstance(modules, str) else modules or ())
-            if str(module).partition(".")[0] != "timm_ortho"]
+def _listed(modules: Modules) -> list[str]:
+    return [modules] if isinstance(modules, str) else [str(module) for module in modules or ()]
+
+
+def own_modules(modules: Modules) -> list[str]:
+    """Return the modules that are not part of this package."""
+    return [module for module in _listed(modules) if module.partition(".")[0] != "timm_ortho"]
 
 
 def check_options(options: Mapping[str, Any], error_class: type[ValueError], source: str) -> None:
@@ -82,7 +88,7 @@ def check_options(options: Mapping[str, Any], error_class: type[ValueError], sou
         if module not in sys.modules:
             raise error_class(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
                               f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
-    import_modules([module for module in modules or () if module not in sys.modules], error_class)
+    import_modules(modules, error_class)  # the modules of this package
     class_map = options.get("class_map")
     if class_map and not str(class_map).lower().endswith(".txt"):
         raise error_class(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")

@@ -81,11 +81,12 @@ def load_weights(model: nn.Module, path: Path_, use_ema: bool = True) -> None:
     Raises:
         OSError, WeightsError: The file cannot be read, or its weights do not fit. The message is one line.
     """
-    if Path(path).suffix.lower() in NUMPY:
-        model.load_pretrained(str(path))
-        return
     try:
-        model.load_state_dict(load_state_dict(path, use_ema))
-    except RuntimeError as error:
-        raise error if isinstance(error, WeightsError) else WeightsError(
-            f"the weights in {path} do not fit the model: {error_text(error)}") from None
+        if Path(path).suffix.lower() in NUMPY:
+            model.load_pretrained(str(path))
+        else:
+            model.load_state_dict(load_state_dict(path, use_ema))
+    except (OSError, WeightsError):
+        raise
+    except Exception as error:  # noqa: BLE001 numpy, zipfile and the models of timm raise any exception
+        raise WeightsError(f"the weights in {path} do not fit the model: {error_text(error, named=True)}") from None
