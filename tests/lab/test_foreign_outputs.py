@@ -26,17 +26,18 @@ def test_names_in_results_are_not_paths(tmp_path):
     """The names of studies, data sets and plots become parts of file names."""
     (tmp_path / "victim").mkdir()
     runs = [run_of(connection, seed) for connection in ("linear", "feature") for seed in (0, 1)]
-    plots = {"plots": [{"curves": {"name": f"../{OUTSIDE}", "by": "connection", "column": "eval_top1"}}]}
-    studies = [study_of(OUTSIDE, dataset=f"x/{OUTSIDE}", axes={}, report=plots) for _ in range(2)]
+    plots = {"plots": [{"points": {"name": f"../{OUTSIDE}", "x": "connection"}}]}
+    values = study_of(OUTSIDE, dataset=f"x/{OUTSIDE}", axes={}, report=plots)
+    part = {"study": values, "runs": runs, "unfinished": []}
     results = tmp_path / "theirs" / "results.json"
     results.parent.mkdir()
-    results.write_text(json.dumps({"parts": [
-        {"study": values, "runs": runs, "unfinished": []} for values in studies]}))
-    study.report_on([results], tmp_path / "mine" / "report")
-    assert {path.split("/")[0] for path in files_in(tmp_path)} == {"theirs", "mine"}
-    assert {path.rpartition("/")[0] for path in files_in(tmp_path / "mine")} == {"report", "report/figures"}
+    for content in (part, {"parts": [part, part]}):
+        results.write_text(json.dumps(content))
+        study.report_on([results], tmp_path / "mine" / "report")
+        assert {path.split("/")[0] for path in files_in(tmp_path)} == {"theirs", "mine"}
+        assert {path.rpartition("/")[0] for path in files_in(tmp_path / "mine")} == {"report", "report/figures"}
     assert any("victim_logo" in path for path in files_in(tmp_path / "mine"))
-    assert "/" not in published.folder_name(studies[0])
+    assert "/" not in published.folder_name(values)
 
 
 @pytest.mark.parametrize("place", ["../elsewhere/linear-seed0", "/elsewhere", ".."])
