@@ -23,10 +23,10 @@ from pathlib import Path
 
 import timm
 import torch
-import yaml
 from safetensors.torch import save_file
 
 import timm_ortho
+from timm_ortho._yaml import load_yaml
 from timm_ortho.hub.repository import image_config
 from timm_ortho.lab.data import open_source
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, similar_variants
@@ -52,7 +52,7 @@ def main(tag: str, folder: Path) -> None:
     checked = []  # no file is written before all entries are checked
     for connection, name in names.items():
         run = folder / f"{connection}-seed{seed}"
-        options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
+        options = Namespace(**load_yaml((run / "args.yaml").read_text(encoding="utf-8")))
         model = trained(f"{name}.{tag}", run, options)
         check_entry(f"{name}.{tag}", model, options)
         checked.append((connection, name, options, model))

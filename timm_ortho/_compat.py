@@ -5,6 +5,7 @@ import timm
 import torch
 from timm.data.dataset_factory import _search_split as search_split  # finds the folder of a split
 from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
+from timm.models._hub import has_hf_hub  # whether timm can use the installed huggingface_hub
 from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOP
 
 __all__ = [
     "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active",
-    "feature_take_indices", "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place",
+    "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks", "is_batched", "is_compiled_in_place",
     "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded", "is_sharded", "is_transformed",
     "named_children", "search_split", "submission_script", "TorchDispatchMode",
 ]

@@ -5,6 +5,8 @@ from PIL import Image
 from timm.data import resolve_data_config
 from torch import nn
 
+from ._text import error_text
+
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
     """Return the result of timm's ``resolve_data_config``, adapted to images of any number of channels.
@@ -31,9 +33,14 @@ def opened(file: Any, mode: str) -> Image.Image:
 
     Raises:
         OSError: The file is not an image.
-        ValueError: The image has 16 or 32 bits per channel. Pillow would clip its values to 255.
+        ValueError: The image is larger than Pillow's limit, or has 16 or 32 bits per channel, whose values Pillow would
+            clip to 255.
     """
-    with Image.open(file) as image:
+    try:
+        image = Image.open(file)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{error_text(error)}; make the image smaller first") from None
+    with image:
         if image.mode != mode and image.mode.startswith(("I", "F")):
             raise ValueError("Pillow clips images of 16 or 32 bits to 255; convert the image to 8 bits first")
         return image.convert(mode)

@@ -1,6 +1,7 @@
-"""Format text: aligned columns, suggestions for unknown names, errors in one line, and values for JSON."""
+"""Format text: aligned columns, file names, suggestions for unknown names, errors in one line, and values for JSON."""
 import difflib
 import math
+import re
 from typing import Any, Iterable, List, Optional, Sequence
 
 _OTHER_WORDS = {  # words from the papers and other libraries -> names of this package and of timm
@@ -41,6 +42,15 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
     sides = sides or "<" * len(widths)
     return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
             for row in rows]
+
+
+def file_name(name: Any) -> str:
+    """Return a name as the name of a file or folder, which is never a path.
+
+    >>> file_name("lr=0.1-linear-seed0"), file_name("../../logo"), file_name("..")
+    ('lr=0.1-linear-seed0', '_.._logo', '_')
+    """
+    return re.sub(r"[^\w.,=+-]", "_", str(name)).lstrip(".") or "_"
 
 
 def error_text(error: BaseException, named: bool = False) -> str:

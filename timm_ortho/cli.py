@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `timm-ortho` or `python -m timm_ortho`, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        for argument in arguments:
+            if argument.encode(errors="ignore").decode() != argument:
+                raise UsageError(f"{argument!a} is not UTF-8: rename the file or folder")
         # argparse is not used here, because all words after SCRIPT belong to the script, including --help
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
@@ -100,13 +103,14 @@ def _add_compare(commands: Any) -> None:
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py")
+    _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/compare/, named after the settings")
     add("--open", dest="opened", action="store_true", help="open the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
 
 _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device", "amp",
-           "amp_dtype", "torchcompile")
+           "amp_dtype", "torchcompile", "device_modules")
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -169,6 +173,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
+    _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
@@ -203,7 +208,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
     return lab.Request(
         lab.load(parsed.name, parsed.scale),
-        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device"))},
+        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device", "device_modules"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
         only=parsed.only,
@@ -413,15 +418,18 @@ def _add_push(commands: Any) -> None:
     add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
     add("--dry-run", action="store_true", help="write the folder and print the card, without uploading")
     add("--output", metavar="DIR", help="folder of a dry run (default: output/push/OWNER--NAME)")
+    _add_modules(parser)
     parser.set_defaults(call=_push)
 
 
 def _push(parsed: argparse.Namespace) -> int:
     _require("push", {"matplotlib": "matplotlib"})
     from .hub import PublishError, export, push
+    from .runs.folders import import_modules
 
     contents = _requested(parsed, ("ema", "labels", "license", "revision"))
     try:
+        import_modules(parsed.device_modules, PublishError)
         if parsed.dry_run:
             folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
             print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
@@ -433,6 +441,12 @@ def _push(parsed: argparse.Namespace) -> int:
         raise UsageError(error) from None
     print(commit.pr_url or commit.commit_url)
     return 0
+
+
+def _add_modules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device-modules", nargs="+", metavar="MODULE",
+                        help="modules to import first, for example with your own connections; a file's or folder's own "
+                             "device_modules are imported only if they are named here too")
 
 
 def _lines(file: str) -> list[str]:
@@ -545,16 +559,19 @@ def _add_show(commands: Any) -> None:
     add("--ema", action="store_true", help="load the EMA weights of a run")
     add("--image", type=Path, metavar="FILE", help="image to measure on (default: four images of noise)")
     add("--svg", type=Path, metavar="FILE", help="also draw a plot")
+    _add_modules(parser)
     parser.set_defaults(call=_show)
 
 
 def _show(parsed: argparse.Namespace) -> int:
     from .diagnostics import show
     from .hub.repository import image_config
+    from .runs.folders import import_modules
 
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
     try:
+        import_modules(parsed.device_modules, ValueError)
         model, options = _shown(parsed, dict(parsed.model_kwargs))
         measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
@@ -575,6 +592,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     from .hub.repository import run_model
     from .hub.trained_run import CheckpointRun
     from .models.names import is_variant, similar_variants
+    from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
     options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
@@ -604,18 +622,9 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
             raise UsageError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
                              "--ema") from None
         model = timm.create_model(name, **kwargs)
-        _load(model, checkpoint)
+        load_weights(model, checkpoint, use_ema=False)
         return model, options
     return run_model(run, name if names_variant else None, **kwargs), {**run.options, **options}
-
-
-def _load(model: Any, checkpoint: str) -> None:
-    from timm.models import load_checkpoint
-
-    try:
-        load_checkpoint(model, checkpoint, use_ema=False)
-    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many error types for damaged files
-        raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 
 
 def _env(parsed: argparse.Namespace) -> int:
@@ -632,14 +641,14 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 def _assignment(text: str) -> tuple[str, Any]:
     """Parse `key=value` with a YAML value. 1e-6 becomes a number as in timm, although YAML reads it as text."""
-    import yaml
+    from ._yaml import YAMLError, load_yaml
 
     key, sign, value = text.partition("=")
     if not sign:
         raise UsageError(f"'{text}' is not of the form key=value")
     try:
-        read = yaml.safe_load(value)
-    except yaml.YAMLError:
+        read = load_yaml(value)
+    except YAMLError:
         raise UsageError(f"the value in '{text}' is not YAML") from None
     return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
 

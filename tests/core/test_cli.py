@@ -1,4 +1,5 @@
 """The command line: output and exit status of each command, and one-line errors."""
+import os
 import subprocess
 import sys
 
@@ -152,6 +153,14 @@ def test_compare_errors(capsys, arguments, message):
 def test_only_without_values_is_refused(capsys, given):
     assert f"--only takes AXIS=VALUE[,VALUE], not '{given}'" in fails(
         capsys, "study", "run", "probability", "--only", given)
+
+
+@pytest.mark.parametrize("command", [["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]])
+def test_a_name_that_is_not_utf8_is_refused(capsys, command):
+    """A YAML file with such a name could not be read again."""
+    assert cli.main([*command, os.fsdecode(b"caf\xe9")]) == 2
+    assert capsys.readouterr().err == (
+        "timm-ortho: error: 'caf\\udce9' is not UTF-8: rename the file or folder\n")
 
 
 def test_compare_passes_options(monkeypatch):

@@ -1,6 +1,8 @@
 """Test the table and the plot of `timm-ortho show`, the sources of its models and weights, and its errors."""
 import math
+import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
 
 import pytest
 import timm
@@ -80,7 +82,7 @@ def test_a_damaged_checkpoint(tmp_path, capsys):
     (tmp_path / "g.safetensors").write_text("garbage")
     assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
+    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be read as a checkpoint (")
     assert error.count("\n") == 1
 
 
@@ -121,6 +123,25 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
     assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in capsys.readouterr().err
+
+
+def test_a_path_with_dollar_signs_is_the_title_of_a_plot(tmp_path):
+    model = timm.create_model("vit_test_ortho")
+    show.as_svg(show.measured_sites(model, show.batch(model)), tmp_path / "a.svg", "runs/$\\frac$_1")
+    assert "runs/$\\frac$_1" in "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
+
+
+def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
+    """A PNG of a few kilobytes may have 60,000 x 60,000 pixels."""
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    around = [(struct.pack(">I", len(data)), struct.pack(">I", zlib.crc32(name + data))) for name, data in chunks]
+    packed = b"".join(a + name + data + z for (name, data), (a, z) in zip(chunks, around, strict=True))
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + packed)
+    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(tmp_path / "bomb.png")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"image {tmp_path / 'bomb.png'} cannot be used: Image size (3600000000 pixels) exceeds limit" in line
+    assert line.endswith("make the image smaller first")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -214,6 +214,13 @@ def test_cards_contain_no_local_paths(tmp_path):
     assert "/home" not in text
     assert "data_dir: cifar" in text
     assert "trained on the image folder 'cifar'" in text
+    kwargs = {"pretrained_cfg_overlay": {"file": "secret/project/last.pth"}, "connection_eps": "/home/me/secret/x.pth"}
+    run.options |= {"model_kwargs": kwargs, "log": ["see {a: /home/me/secret/b.log}", "file:///home/me/secret/c"],
+                    "scale": ["/home/me/secret/scale"], "val_split": "/home/me/secret/val"}
+    text = str(model_card(SUBJECT, run))
+    assert "secret" not in text
+    assert "/home" not in text
+    assert all(name in text for name in ("file: last.pth", "x.pth", "{a: b.log}", "split val"))
     run = CheckpointRun(timm_run(tmp_path / "unknown", dataset="", data_dir=None))
     assert "trained on an image folder." in str(model_card(SUBJECT, run))
 

@@ -1,5 +1,11 @@
 """Test the one-line errors with which `hub.export` refuses models, runs and folders."""
+import importlib
+import re
+import resource
+
+import huggingface_hub
 import pytest
+import timm
 import torch
 from helpers.exported import tiny
 from helpers.trained_runs import timm_run
@@ -7,6 +13,7 @@ from helpers.trained_runs import timm_run
 import timm_ortho
 from timm_ortho import arguments, connections, hub
 from timm_ortho.hub import PublishError
+from timm_ortho.hub_client.errors import WeightsError
 
 
 def message(model, folder, repo_id="me/model", **kwargs):
@@ -63,6 +70,11 @@ def test_other_wrong_arguments(tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     assert "contains other files ('thesis.tex'): choose another folder" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
+    for name in ("README.md", "config.json", "training.png"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("---\ntags: [timm]\n---\nNotes on timm-ortho")
+        assert f"contains other files ('{name}'): choose another folder" in message(tiny(), tmp_path / name)
+        assert (tmp_path / name / name).read_text().endswith("Notes on timm-ortho")
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
     averaged = message(tmp_path / "averaged.pth", tmp_path / "out")
     assert "has no 'state_dict'; build the model, load the weights and pass the model to timm_ortho.hub" in averaged
@@ -76,6 +88,32 @@ def test_other_wrong_arguments(tmp_path):
     assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 
+@pytest.mark.parametrize("publish", [hub.export, lambda model, folder, repo_id: hub.push(model, repo_id, token="hf_x")])
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_a_full_disk(tmp_path, monkeypatch, publish, limit):
+    """Files larger than a limit cannot be written, as on a full disk."""
+    monkeypatch.setattr("timm_ortho.hub.pushing._existing", lambda *_: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = tiny()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(PublishError) as error:
+            publish(model, tmp_path / "out", "me/model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.fullmatch(f"cannot write in {tmp_path}: .*File too large.*", str(error.value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_releases_that_do_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr("timm_ortho.hub_client.errors.has_hf_hub", lambda: False)
+    expected = f"timm {timm.__version__} cannot use huggingface_hub {huggingface_hub.__version__}: update timm"
+    assert expected in message(tiny(), tmp_path / "out")
+    with pytest.raises(WeightsError, match=re.escape(expected)):
+        timm_ortho.pull("me/model")
+
+
 def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch):
     (tmp_path / "published.py").write_text(
         "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
@@ -83,9 +121,10 @@ def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch
     monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
     monkeypatch.setattr(arguments, "CONNECTIONS", before)
     folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
-    assert "option 'device_modules': No module named 'published': is its folder in PYTHONPATH?" in message(
+    assert "names the module 'published', whose code would run: if you trust it, name it too" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("published")
     card = str(hub.export(folder, tmp_path / "out", "me/model"))
     assert "mine" in before
     assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2

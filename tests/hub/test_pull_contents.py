@@ -5,23 +5,15 @@ import re
 from itertools import product
 
 import pytest
+import timm
 import torch
 from helpers import hub_models
 from helpers.hub_client import SOON
 from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, check_refused, commit_changed, needs_hub, write
+from helpers.pickles import Evil
 
 pytestmark = needs_hub
 IMPORTS = hub_models.IMPORTS  # run in the client's process
-
-
-class Evil:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return open, (str(self.mark), "w")
 
 
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM, "timm.create_model('local-dir:{}', pretrained=True)",
@@ -59,6 +51,45 @@ def test_a_repository_that_names_a_pickle_is_refused(hub, client, saved, tmp_pat
 
     hub.commit("me/vit", {**with_config(saved["me/vit"][0], change), "evil.bin": pickle.dumps(Evil(mark))})
     check_refused(client.run(BY_PULL), "hf-hub:me/vit: evil.bin is not a safetensors file, and pickles are never read")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("architecture", ["vit_small_ortho", "test_vit"])
+@pytest.mark.parametrize("name", ["{}/evil.safetensors", "../../../../evil.safetensors", "C:\\evil.safetensors"])
+def test_a_repository_that_names_a_file_outside_of_it_is_refused(hub, client, saved, tmp_path, architecture, name):
+    mark, path = tmp_path / "executed", tmp_path / "evil.safetensors"
+    torch.save(Evil(mark), path)
+
+    def change(config):
+        config.update(architecture=architecture, model_args={})
+        config["pretrained_cfg"]["hf_hub_filename"] = name.format(tmp_path)
+
+    hub.commit("me/vit", with_config(saved["me/vit"][0], change))
+    check_refused(client.run(BY_PULL), "hf-hub:me/vit: its file '.*evil.safetensors' is outside the repository")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("filename", [None, "other.safetensors"])
+def test_another_architecture_is_loaded_from_the_file_that_was_checked(hub, client, tmp_path, filename):
+    """timm itself unpickles `other.safetensors` before 1.0.29."""
+    model = timm.create_model("test_vit", num_classes=3)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    if filename:
+        files[filename] = files.pop("model.safetensors")
+        files = with_config(files, lambda config: config["pretrained_cfg"].update(hf_hub_filename=filename))
+    hub.commit("me/vit", files)
+    code = "model = timm_ortho.pull('hf-hub:me/vit', num_classes={})\nanswer([model.head.weight.shape[0], " \
+           "model.blocks[0].attn.qkv.weight.sum().item(), {{**model.pretrained_cfg}}.get('source'), " \
+           "model.pretrained_cfg['hf_hub_id'], 'file' in model.pretrained_cfg])"
+    for classes in (3, 2):
+        result = client.run(code.format(classes))
+        assert result.answer == [classes, model.blocks[0].attn.qkv.weight.sum().item(), "hf-hub", "me/vit", False]
+    mark = tmp_path / "executed"
+    torch.save(Evil(mark), tmp_path / "evil")
+    hub.commit("me/vit", {filename or "model.safetensors": (tmp_path / "evil").read_bytes()})
+    client.forget()
+    check_refused(client.run(BY_PULL), "safetensors cannot be read")
     assert not mark.exists()
 
 

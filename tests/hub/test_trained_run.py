@@ -1,16 +1,19 @@
 """Test reading training runs from their folders."""
 import shutil
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from helpers.pickles import never_unpickled
 from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho.hub import PublishError
 from timm_ortho.hub.trained_run import CheckpointRun
-from timm_ortho.runs.folders import class_names, load_checkpoint, read_history
+from timm_ortho.runs.folders import class_names, read_history
+from timm_ortho.weights.files import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +79,8 @@ def test_wrong_paths(grid, copied, tmp_path):
 
 
 def test_a_pickle_is_not_executed(tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return open, (str(tmp_path / "executed"), "w")
-
-    torch.save({"state_dict": {}, "args": Payload()}, tmp_path / "evil.pth.tar")
-    with pytest.raises(PublishError, match="cannot be read as a checkpoint"):
-        CheckpointRun(tmp_path / "evil.pth.tar")
-    assert not (tmp_path / "executed").exists()
+    with never_unpickled(tmp_path / "evil.pth.tar") as path, pytest.raises(PublishError, match="cannot be read as a"):
+        CheckpointRun(Path(path))
 
 
 def test_weights_without_arguments(tmp_path):

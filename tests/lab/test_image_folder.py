@@ -417,7 +417,7 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
     experiment = planned(request(
         written(tmp_path, grid={}, representation=False, connections=["linear"]), tmp_path / "out", train_py=script,
         dataset="", data_dir="/nowhere", num_classes=10))
-    run.run(experiment.folder / "linear-seed0")
+    run.run(experiment.folder / "linear-seed0", train_py=str(script))
     assert seen.read_text() == "1"
 
 

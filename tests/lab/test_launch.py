@@ -544,7 +544,7 @@ def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, sta
     monkeypatch.setattr(launch.os, "environ", {})
     waited = []
     monkeypatch.setattr(launch.time, "sleep", waited.append)
-    assert launch._Task(1)(str(tmp_path)) == status
+    assert launch._Task([])(str(tmp_path)) == status
     assert bool(waited) == waits
     assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
 

@@ -33,6 +33,11 @@ def switched(folder, output, optimizer, **options):
     return tiny(folder, output, changes=changes, **options)
 
 
+def by_its_script(folder):
+    """Train a run with the script that its plan names."""
+    return run.run(folder, train_py=RunPlan.read(folder).trainer)
+
+
 @pytest.fixture
 def stopping(tmp_path):
     """Return a mock of train.py that has the option --stop-epoch, as newer releases of timm do."""
@@ -91,7 +96,7 @@ def test_a_killed_script_is_continued(two_by_two):
 def one_finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_finished")
     experiment = planned(tiny(folder, folder / "out"))
-    run.run(experiment.folder / "linear-seed0")
+    by_its_script(experiment.folder / "linear-seed0")
     return experiment.folder
 
 
@@ -143,7 +148,7 @@ def test_epochs_without_validation(unfinished, tmp_path):
         path.write_text("".join([header, *rows]))
     (folder / "result.json").unlink()
     assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
-    assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
+    assert [by_its_script(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
     (_, runs, _), = collect.collect([unfinished, hand])
     assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
 
@@ -191,7 +196,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(
         tmp_path, tmp_path / "out", "kept", epochs=2, train_py=stopping if with_option else STAND_IN))
-    result = run.run(folder)
+    result = by_its_script(folder)
     assert epochs_seen(folder) == (1, 1, 1)
     assert epochs_seen(folder / "switched") == (2, 2, 2)
     assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
@@ -204,7 +209,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
 def test_switch_reinitialised(tmp_path):
     """The second stage starts with the first stage's weights, but with a new optimizer."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "reinitialised", epochs=1))
-    result = run.run(folder)
+    result = by_its_script(folder)
     assert epochs_seen(folder) == (1, 1, 1)
     assert epochs_seen(folder / "switched") == (2, 1, 1)
     assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
@@ -217,7 +222,7 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
     (folder / "last.pth.tar").touch()
     monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
     with pytest.raises(LabError, match=r"last.pth.tar has 3 epochs, but its stage ends after 2: remove "):
-        run.run(folder)
+        by_its_script(folder)
 
 
 def test_commands_of_the_stages(tmp_path, stopping):

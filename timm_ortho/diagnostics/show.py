@@ -111,7 +111,7 @@ def as_svg(measured: MeasuredSites, path: Path, title: str = "") -> None:
     for index, name in enumerate(names):
         cosine.bar([0], [0], color=f"C{index}", label=name)
     cosine.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)  # a path may contain $
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .._checks import known_name
 from .._text import finite
+from .._yaml import dump_yaml
 from ..connections import CONNECTIONS
 from ..models.build import IMPORT_TAG
 from ..runs.provenance import PRIVATE
@@ -46,7 +46,8 @@ _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup
 _OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of these weights, %"}
 
 # Options that are local paths. Cards show only the last part of each.
-_PATHS = frozenset("data data_dir class_map initial_checkpoint output pretrained_path resume".split())
+_PATHS = frozenset(
+    "data data_dir class_map initial_checkpoint output pretrained_path resume file checkpoint_path".split())
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
         comparison_note=f"Runs of the same seed have the same initial weights and batches. {_PAIRS}",
         curve=curve,
-        recipe=list(_recipe(run.options)) if run else [],
+        recipe=list(_recipe(without_folders(run.options))) if run else [],
         options=_yaml(run.options) if run else "",
         made_with=made_with(run.result) if run else "",
         limits=[*subject.limits, *_limits(subject, run)],
@@ -315,10 +316,8 @@ def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _yaml(options: Mapping[str, Any]) -> str:
-    shown = {key: Path(value).name if key in _PATHS and isinstance(value, str) else value
-             for key, value in options.items()}
-    plain = json.loads(json.dumps(shown, default=str))  # JSON's types only; a path or a date becomes text
-    return yaml.safe_dump(plain, default_flow_style=None, width=100).strip()
+    plain = json.loads(json.dumps(without_folders(options), default=str))  # JSON's types only; a date becomes text
+    return dump_yaml(plain, default_flow_style=None, width=100).strip()
 
 
 def made_with(result: Mapping[str, Any]) -> str:
@@ -326,21 +325,38 @@ def made_with(result: Mapping[str, Any]) -> str:
     made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
-        made["command"] = f"`{_without_folders(made['command'])}`"
+        made["command"] = f"`{_shared_command(made['command'])}`"
     if sessions:  # show only the count: each session has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     shown = {**made, "commit": commit, "device": result.get("device")}
     return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
 
 
-def _without_folders(command: str) -> str:
-    """Return a command in which each absolute path, also after `=`, and the program are shortened to their last part.
+# The folders of an absolute path inside a text, as in "{file: /home/me/run.pth}". Paths of URLs do not match.
+_FOLDERS = re.compile(
+    r"""(?:file:/+|(?<![\w/:.~-]))(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s/\\,;:'"{}()\[\]]+[/\\])*(?=[^\s/\\])""")
 
-    The program `__main__.py` becomes `timm-ortho`.
+
+def without_folders(value: Any, key: str = "") -> Any:
+    """Return a copy of nested options in which each local path is shortened to its last part.
+
+    >>> without_folders({"data_dir": "../digits", "dataset": "torch/mnist", "model_kwargs": {"file": "/home/me/a.pth"}})
+    {'data_dir': 'digits', 'dataset': 'torch/mnist', 'model_kwargs': {'file': 'a.pth'}}
     """
+    if isinstance(value, Mapping):
+        return {name: without_folders(inner, name) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(inner, key) for inner in value]
+    if isinstance(value, Path) or (isinstance(value, str) and (key in _PATHS or Path(value).is_absolute())):
+        return Path(value).name
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
+def _shared_command(command: str) -> str:
+    """Return a command without the folders of its paths. The program `__main__.py` becomes `timm-ortho`."""
     program, *words = shlex.split(command)
     split = [word.rpartition("=") for word in words]
-    words = ["".join([*before, Path(value).name if Path(value).is_absolute() else value]) for *before, value in split]
+    words = ["".join([*map(without_folders, before), without_folders(value)]) for *before, value in split]
     name = "timm-ortho" if Path(program).name == "__main__.py" else Path(program).name
     return shlex.join([name, *words])
 

@@ -5,8 +5,6 @@ uploads only the missing files.
 """
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Optional, Union
 
 from huggingface_hub import CommitInfo, HfApi, ModelInfo, constants, get_token
@@ -14,7 +12,7 @@ from huggingface_hub.utils import RepositoryNotFoundError
 
 from ..hub_client.errors import REQUEST_TIMEOUT, client_errors_as, with_timeout
 from .errors import PublishError
-from .repository import Model, Publication
+from .repository import Model, Publication, scratch_folder
 
 
 def push(
@@ -70,8 +68,8 @@ def push(
     if private and existing is not None and not existing.private:
         raise PublishError(f"{repo_id} exists and is public: make it private on its settings page, or choose another "
                            "name; nothing was uploaded")
-    with TemporaryDirectory() as folder:
-        publication.write(Path(folder), labels=labels, license=license, revision=revision, token=secret)
+    with scratch_folder() as folder:
+        publication.write(folder, labels=labels, license=license, revision=revision, token=secret)
         interrupted = (f"the upload was interrupted ({{cause}}); the files of {repo_id} are unchanged; push again to "
                        "complete it")
         with as_publish_error(if_interrupted=interrupted):

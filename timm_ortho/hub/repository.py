@@ -12,16 +12,18 @@ Before publication, the model is loaded from the folder. Its logits must be bit-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
 import torch
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import create_dataset
 from timm.models import is_model, model_entrypoint, save_for_hf
@@ -34,11 +36,11 @@ from .._text import error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
-from ..hub_client.errors import check_repo_id, without_tokens
+from ..hub_client.errors import check_client, check_repo_id, without_tokens
 from ..models.arguments import is_variant_argument, variant_argument
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
-from ..runs.folders import class_names, import_modules
+from ..runs.folders import check_options, class_names
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
 from .errors import PublishError
@@ -47,7 +49,8 @@ from .trained_run import CheckpointRun, Run
 Model = Union[nn.Module, str, Path]
 
 _OTHER_WEIGHTS = ("pretrained_path", "initial_checkpoint")  # options of train.py that replace pretrained weights
-FILES = ("model.safetensors", "config.json", "README.md", CURVE)
+CARD = "README.md"
+FILES = (CARD, "model.safetensors", "config.json", CURVE)  # the card first, so that an interrupted export is recognised
 
 
 def export(
@@ -84,15 +87,28 @@ def export(
     """
     publication = Publication.of(model, repo_id, ema)
     folder = Path(folder).resolve()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.")
-    except OSError as error:
-        raise PublishError(f"cannot write in {folder.parent}: {error.strerror}") from None
-    with scratch as name:
-        card = publication.write(Path(name), labels=labels, license=license, revision=revision, token=token)
-        _move(Path(name), folder)
+    with scratch_folder(folder.parent) as scratch:
+        card = publication.write(scratch, labels=labels, license=license, revision=revision, token=token)
+        _move(scratch, folder)
     return card
+
+
+@contextmanager
+def scratch_folder(parent: Optional[Path] = None) -> Iterator[Path]:
+    """Yield a temporary folder. Raise an error of writing in the block, such as a full disk, as a PublishError.
+
+    Args:
+        parent: The folder that contains the temporary folder, created if missing. None: the system's folder for
+            temporary files.
+    """
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=parent, prefix=".timm-ortho-") as name:
+            yield Path(name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error_text(error)
+        raise PublishError(f"cannot write in {parent or gettempdir()}: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,7 @@ class Publication:
             PublishError: The name is invalid, or the model cannot be published.
         """
         check_repo_id(repo_id, PublishError)
+        check_client(PublishError)
         if not isinstance(model, nn.Module):
             run = CheckpointRun(Path(model), ema)
             trained = run_model(run)
@@ -155,7 +172,7 @@ class Publication:
         curve = CURVE if self.run is not None and self.run.history else None
         card = model_card(self._subject(config, license, revision), self.run, curve)
         card = ModelCard(without_tokens(str(card), token))
-        card.save(folder / "README.md")
+        card.save(folder / CARD)
         if curve:
             draw_curve(self.run, folder / curve)
         _verify(folder, self.model, config)
@@ -233,10 +250,11 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         overrides: Arguments of the model that replace the run's arguments.
 
     Raises:
-        PublishError: The weights do not fit the model, or a module of the run cannot be imported.
+        PublishError: The weights do not fit the model, or the options could run code, see
+            :func:`timm_ortho.runs.folders.check_options`.
     """
     options = run.options
-    import_modules(options.get("device_modules"), PublishError)
+    check_options(options, PublishError, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
     if name != options["model"] or any(map(is_variant_argument, overrides)):
@@ -251,6 +269,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
             global_pool=options.get("gp"),
             bn_momentum=options.get("bn_momentum"),
             bn_eps=options.get("bn_eps"),
+            pretrained=False, checkpoint_path=None,  # weights come from the run only; in kwargs these are a TypeError
             **kwargs,
         )
         model.load_state_dict(run.state_dict)
@@ -349,7 +368,7 @@ def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
     """Return the class names of the run's data set if it still exists at the path in the options."""
     root = options.get("data_dir") or options.get("data")
     name = options.get("dataset") or ""
-    if not root or not Path(root).is_dir() or name.partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
+    if not root or not Path(root).is_dir() or name.lower().partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
         return None
     try:
         return class_names(create_dataset(
@@ -389,11 +408,20 @@ def _move(scratch: Path, folder: Path) -> None:
     if folder.exists():
         if not folder.is_dir():
             raise PublishError(f"{folder} is a file: choose another folder")
-        others = [item.name for item in folder.iterdir() if item.name not in FILES]
+        names = sorted(item.name for item in folder.iterdir())
+        others = [name for name in names if name not in FILES] or ([] if _is_export(folder) else names)
         if others:
             raise PublishError(f"{folder} contains other files ('{others[0]}'): choose another folder")
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
+        (folder / CURVE).unlink(missing_ok=True)  # the new run may have no curve
     folder.mkdir(exist_ok=True)
-    for item in scratch.iterdir():
-        shutil.move(item, folder / item.name)
+    for name in filter(lambda name: (scratch / name).is_file(), FILES):
+        shutil.move(scratch / name, folder / name)
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether `export` wrote the README.md of a folder, according to its tags."""
+    try:
+        card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
+    except (OSError, ValueError):
+        return False
+    return "timm-ortho" in (card.data.tags or ())

@@ -10,7 +10,7 @@ and the study's `study.yaml` and `results.json`.
 
 With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
 `--model-ema-force-cpu` they evaluate the plain weights.
-Checkpoints are read with torch's restricted unpickler, which executes no code.
+Checkpoints are read by :mod:`timm_ortho.weights.files`, which runs no code from them.
 """
 import json
 import re
@@ -21,11 +21,13 @@ from statistics import fmean, stdev
 from typing import Any, Optional
 
 import torch
-import yaml
 from timm.models import clean_state_dict
 
 from .._text import error_text
-from ..runs.folders import load_checkpoint, read_history
+from .._yaml import YAMLError, load_yaml
+from ..hub_client.errors import WeightsError
+from ..runs.folders import read_history
+from ..weights.files import load_checkpoint
 from .errors import NoRunError, PublishError
 
 _STUDY, _RUN = "study.yaml", "run.yaml"  # files in the folder of a study and in the folder of a run
@@ -67,7 +69,8 @@ class Run:
     @property
     def split(self) -> str:
         """Name of the split or folder of the validation images."""
-        return (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split") or "validation"
+        stored = (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split")
+        return Path(stored or "validation").name
 
     @property
     def evaluated(self) -> Optional[dict]:
@@ -156,9 +159,8 @@ def checkpoint_file(path: Path) -> Path:
 def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
-    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise any exception for a damaged file
-        raise NoRunError(
-            f"{path} cannot be read as a checkpoint ({error_text(error, named=True)})") from None
+    except (OSError, WeightsError) as error:
+        raise NoRunError(error_text(error)) from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
                          f"{_BY_HAND}")
@@ -170,11 +172,8 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():
-        try:
-            written = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
-            options.update({key: value for key, value in written.items() if value is not None or key not in options})
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({error_text(error)})") from None
+        written = _read_mapping(folder / "args.yaml")
+        options.update({key: value for key, value in written.items() if value is not None or key not in options})
     if not options.get("model"):
         raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
                          f"model; {_BY_HAND}")
@@ -215,14 +214,23 @@ def _peers(folder: Path) -> dict[int, float]:
 
 def _settings(folder: Path) -> list[dict]:
     """Return the stages in a run's run.yaml without the seed."""
-    plan = yaml.safe_load((folder / _RUN).read_text(encoding="utf-8"))
-    return [{**stage, "options": {**stage["options"], "seed": None}} for stage in plan["stages"]]
+    stages = _read_mapping(folder / _RUN).get("stages") or ()
+    return [{**stage, "options": {**stage["options"], "seed": None}} for stage in stages]
 
 
 def _study(grid: Path) -> dict:
     file = grid / _STUDY
-    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return (values or {}).get("study") or {}
+    return (_read_mapping(file).get("study") if file.is_file() else None) or {}
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    try:
+        values = load_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise PublishError(f"{file} cannot be read ({error_text(error)})") from None
+    if not isinstance(values, dict):
+        raise PublishError(f"{file} cannot be read (it contains no mapping)")
+    return values
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:

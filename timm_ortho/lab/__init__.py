@@ -21,9 +21,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 
-import yaml
-
 from .._text import did_you_mean, error_text, without_nan
+from .._yaml import YAMLError, load_yaml
 
 
 class LabError(ValueError):
@@ -87,9 +86,19 @@ def value_text(value: Any) -> str:
 def read_user_yaml(path: Path, subject: str) -> Any:
     """Return the contents of a user's YAML file. If it is not YAML, raise a LabError that begins with `subject`."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return load_yaml(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
         raise LabError(f"{subject} is not YAML: {error_text(error)}") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an error of the block, which writes a file, as a LabError in one line."""
+    try:
+        yield
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # torch.save raises RuntimeError on a full disk
+        raise LabError(f"{path} cannot be written ({one_line(error)}): free disk space or correct the permissions, and "
+                       "repeat the command") from None
 
 
 @contextmanager
@@ -99,16 +108,20 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
     Args:
         path: The final path.
         writer: Part of the temporary file's name. Processes that write the same file need different values.
+
+    Raises:
+        LabError: The file cannot be written, for example on a full disk.
     """
     partial = path.with_name(f".{path.name}{writer}.partial")
-    try:
-        yield partial
-    except BaseException:
-        if partial.exists():
-            os.truncate(partial, 0)  # frees the space even if torch's writer still has the file open
-            partial.unlink()
-        raise
-    os.replace(partial, path)
+    with writing(path):
+        try:
+            yield partial
+        except BaseException:
+            if partial.exists():
+                os.truncate(partial, 0)  # frees the space even if torch's writer still has the file open
+                partial.unlink()
+            raise
+        os.replace(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -88,7 +88,8 @@ def _planned(request: Request) -> StudyPlan:
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
     if run_plan.trainer_name == "lab":
-        return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
+        words = shlex.join([str(folder), *launch.words_of([run_plan], 1)[2:]])  # without --threads
+        return f"python -m timm_ortho.lab.running.run {words}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
     return (f"{run_plan.whole_batch(stage)} images per update = {run_plan.processes} processes x "

@@ -23,21 +23,20 @@ import json
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
-import yaml
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 from .._text import without_nan
+from .._yaml import YAMLError, dump_yaml, load_yaml
 from ..runs.folders import json_lines, read_history
-from . import LabError, one_line, write_text
+from . import LabError, one_line, write_text, writing
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
+SWITCHED = "switched"  # folder of the second stage
 
 
 @dataclass(frozen=True)
@@ -138,24 +137,28 @@ class RunPlan:
     def write(self, folder: Path) -> None:
         """Create the folder, with `run.yaml` and the `args.yaml` of each stage."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / PLAN, yaml.safe_dump(_plain(asdict(self)), sort_keys=False))
+        write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
 
     def write_options(self, folder: Path) -> None:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
-            write_text(folder / stage.folder / "args.yaml", yaml.safe_dump(_plain(dict(stage.options))))
+            write_text(folder / stage.folder / "args.yaml", dump_yaml(_plain(dict(stage.options))))
 
     @classmethod
     def read(cls, folder: Path) -> "RunPlan":
         """Read the plan in the `run.yaml` of a folder."""
         values = read_yaml(folder / PLAN)
         try:
-            return cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
+            plan = cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
         except (TypeError, KeyError) as error:
             raise LabError(f"{folder / PLAN} is from another version of timm-ortho ({one_line(error)}): "
                            f"remove {folder}, or choose another --output") from None
+        outside = [stage.folder for stage in plan.stages if stage.folder not in (".", SWITCHED)]
+        if outside:
+            raise LabError(f"{folder / PLAN} has a stage in another folder, '{outside[0]}': remove {folder}")
+        return plan
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +168,7 @@ def _plain(value: Any) -> Any:
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file in JSON Lines format."""
-    with open(path, "a", encoding="utf-8") as file:
+    with writing(path), open(path, "a", encoding="utf-8") as file:
         file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
 
@@ -173,7 +176,7 @@ def _read(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder
     """Parse a file. A missing or damaged file raises a LabError with the advice about its folder."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, YAMLError) as error:
         raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
@@ -189,7 +192,7 @@ def read_json(path: Path) -> Any:
 
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
     """Return the contents of a YAML file. The error for a damaged file ends with the advice."""
-    return _read(path, partial(yaml.load, Loader=_Loader), advice)
+    return _read(path, load_yaml, advice)
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:

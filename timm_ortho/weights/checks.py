@@ -1,13 +1,13 @@
 """Find weights in safetensors files, and compare them with the model before they are loaded.
 
 timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs from
-that of the checkpoint. This module never unpickles a file of a repository or of a folder with a config.json. It raises
+that of the checkpoint. This module reads only safetensors from a repository or a folder with a config.json. It raises
 an error if tensors do not fit, unless timm adapts or omits them, as in the head if the number of classes differs.
 """
 import warnings
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from timm.models import PretrainedCfg
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..hub_client.download import CacheDir, fetch
 from ..hub_client.errors import WeightsError
+from .files import NUMPY, load_state_dict
 
 SAFE = "model.safetensors"
 Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
@@ -23,34 +24,55 @@ Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 
 # ------------------------------------------------------------------------------------------------ source
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
-    """Return the changes to a configuration that make timm read its weights from a local safetensors file.
+    """Return the changes to a configuration that keep timm from unpickling the weights, which could run code.
 
-    In a folder with a config.json (``source="local-dir"``), the file is ``model.safetensors``. Weights on the Hub
-    (``source="hf-hub"``, or ``hf_hub_id`` without ``file`` and ``state_dict``) are downloaded first. The reason is that
+    | weights | timm gets |
+    | --- | --- |
+    | folder with a config.json (``source="local-dir"``) | the path of ``model.safetensors`` |
+    | Hub (``source="hf-hub"``, or ``hf_hub_id`` without ``file`` and ``state_dict``) | the downloaded safetensors |
+    | ``file`` that ends in ``.safetensors`` | the same file |
+    | ``file`` that ends in ``.npz`` or ``.npy`` | the same file, read by numpy |
+    | any other ``file`` | its tensors as ``state_dict``, read by :func:`load_state_dict` |
+    | ``state_dict`` | no changes |
+
     timm before 1.0.29 unpickles any file that it downloads under the name ``hf_hub_filename``, even a safetensors file.
-    For all other configurations, the result is empty.
 
     Args:
         cfg: Configuration of the weights.
         cache_dir: Cache folder, huggingface_hub's by default.
 
     Raises:
-        WeightsError: The weights cannot be downloaded, are truncated, or are not safetensors.
+        WeightsError: The weights cannot be downloaded or read, are truncated, or have a URL.
     """
     source = _source_name(cfg.source, cfg.hf_hub_id, cfg.file)
     if cfg.source == "local-dir":
         file = weights_in_folder(Path(cfg.file))
     elif cfg.hf_hub_id and (cfg.source == "hf-hub" or not (cfg.file or cfg.state_dict)):
         file = fetch(cfg.hf_hub_id, safetensors_name(source, cfg.hf_hub_filename), cache_dir)
+    elif cfg.file and not cfg.state_dict:
+        file = Path(cfg.file)
+    elif cfg.url and not cfg.state_dict:
+        raise WeightsError(f"weights at a URL ({cfg.url}) are not read: download the file, and set 'file' to its path")
     else:
         return {}
+    if file.name.endswith(NUMPY):
+        return {"source": "", "custom_load": True}
+    if not file.name.endswith(".safetensors"):
+        return {"state_dict": _tensors(file), "source": "", "custom_load": False}
     _check_header(file, source)
     return {"file": str(file), "source": "", "custom_load": False}
 
 
+def _tensors(file: Path) -> Dict[str, Tensor]:
+    try:
+        return load_state_dict(file)
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror})") from None
+
+
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
-    """Restore the original source in ``model.pretrained_cfg``, instead of the local file from :func:`located`."""
-    for key in ("file", "source", "tag"):
+    """Restore the original source in ``model.pretrained_cfg``, instead of the values from :func:`located`."""
+    for key in ("file", "state_dict", "source", "tag"):
         model.pretrained_cfg.pop(key, None)
         if getattr(cfg, key) is not None:
             model.pretrained_cfg[key] = getattr(cfg, key)
@@ -81,10 +103,16 @@ def _source_name(source: Optional[str], hf_hub_id: Optional[str], file: Optional
 
 
 def safetensors_name(source: str, filename: Optional[str]) -> str:
-    """Return a configuration's file name, by default ``model.safetensors``; raise WeightsError for another format."""
+    """Return a configuration's file name, by default ``model.safetensors``.
+
+    Raises:
+        WeightsError: The file has another format, or is outside the repository.
+    """
     name = filename or SAFE
     if not name.endswith(".safetensors"):
         raise WeightsError(f"{source}: {name} is not a safetensors file, and pickles are never read")
+    if PureWindowsPath(name).anchor or ".." in PureWindowsPath(name).parts:  # also finds POSIX paths
+        raise WeightsError(f"{source}: its file '{name}' is outside the repository")
     return name
 
 

@@ -46,13 +46,13 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 * A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """
 import itertools
-import re
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
+from ..._text import file_name
 from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
 from ...models.arguments import VARIANT_ARGUMENTS
@@ -101,7 +101,7 @@ class Variant:
     def name(self, seed: int) -> str:
         """Return the name of the run with a seed: `lr=0.001-linear-seed0`."""
         cell = [f"{axis}={label}" for axis, label in self.cell.items()]
-        return re.sub(r"[^\w.,=+-]", "_", "-".join([*cell, self.final_connection, f"seed{seed}"]))
+        return file_name("-".join([*cell, self.final_connection, f"seed{seed}"]))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
 
-import yaml
-
+from ..._text import file_name
+from ..._yaml import dump_yaml, load_yaml
 from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
@@ -61,10 +61,9 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
 def output_folder(design: Design, settings: Mapping[str, Any], data: str, first: Variant) -> Path:
     """Return the default output folder. Its name has a hash of the settings: equal commands have the same folder."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    data = data.replace("/", "_")
     if design.is_comparison:
-        return Path("output", "compare", f"{data}-{base_name(first.options.model)}-{digest}")
-    return Path("output", "study", "-".join([design.name, data, design.scale, digest]))
+        return Path("output", "compare", file_name(f"{data}-{base_name(first.options.model)}-{digest}"))
+    return Path("output", "study", file_name("-".join([design.name, data, design.scale, digest])))
 
 
 def data_name(requested: Mapping[str, Any], first: Variant) -> str:
@@ -107,4 +106,4 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def as_yaml_values(value: Any) -> Any:
     """Return a value after a round trip through YAML. Tuples become lists. Unlike in JSON, keys can be numbers."""
-    return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))
+    return load_yaml(dump_yaml(value, sort_keys=False))

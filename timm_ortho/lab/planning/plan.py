@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-import yaml
-
 from ... import __version__
+from ..._text import file_name
+from ..._yaml import dump_yaml
 from ...models.names import base_name
+from ...runs.folders import import_modules
 from .. import LabError, write_text
 from ..data import Source
-from ..folder import PLAN, RunPlan, Stage, read_yaml
+from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .checks import Size, check, check_runs
 from .design import COMPARISON, Variant
@@ -67,7 +68,7 @@ class StudyPlan:
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": self.study, "places": self.places}
-        write_text(self.folder / STUDY, yaml.safe_dump(as_yaml_values(values), sort_keys=False))
+        write_text(self.folder / STUDY, dump_yaml(as_yaml_values(values), sort_keys=False))
         for name, run in self.runs.items():
             run.write(self.folder / name)
 
@@ -97,13 +98,16 @@ def read(folder: Path) -> dict:
     """Return the contents of the `study.yaml` of an output folder.
 
     Raises:
-        LabError: The folder has no `study.yaml`, or the file is damaged.
+        LabError: The folder has no `study.yaml`, or the file is damaged, or a run is outside the folder.
     """
     if not (folder / STUDY).is_file():
         raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare")
     values = read_yaml(folder / STUDY)
     if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
         raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
+    outside = [place["run"] for place in values["places"] if file_name(place["run"]) != place["run"]]
+    if outside:
+        raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct its places")
     return values
 
 
@@ -115,6 +119,7 @@ def plan(request: Request) -> StudyPlan:
     """
     request.check_machines()
     design, requested = request.design, dict(request.options)
+    import_modules(requested.get("device_modules"), LabError)
     if not design.is_comparison:
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", default if design.dataset is None else design.dataset)
@@ -179,7 +184,7 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
             if not stop:
                 raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
         stages = [Stage(".", options, stop_epoch=stop),
-                  Stage("switched", {**options, "model_kwargs": kwargs}, begins_with)]
+                  Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
     design = request.design
     common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
     if request.trainer == "lab":

@@ -14,7 +14,7 @@ import timm
 
 from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
-from ...runs.folders import import_modules
+from ...runs.folders import check_options
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
 from ..options import defaults, known_options, options_with
 
@@ -93,7 +93,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     options = resolve(values, trainer)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    import_modules(options.device_modules, LabError)
+    check_options(vars(options), LabError, f"the study or recipe '{name}'")
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
         # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has

@@ -15,13 +15,18 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+
+from ..._text import file_name
+from .. import LabError, one_line
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
 COARSE = {"images_per_second", "seconds"}  # columns with four significant digits
+LARGEST = 2**28  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
 Rows = list[dict[str, Any]]
@@ -52,7 +57,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
 def folder_name(study: Mapping[str, Any]) -> str:
     """Return the name of a published study's folder: NAME-DATASET-SCALE, or NAME-SCALE for a table of costs."""
-    return "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))
+    return file_name("-".join(filter(None, [study["name"], study["dataset"], study["scale"]])))
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
@@ -112,9 +117,15 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def _read_table(file: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(file, "rt", encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            yield {key: _parsed(text) for key, text in row.items()}
+    try:
+        with gzip.open(file) as packed:
+            table = packed.read(LARGEST + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise LabError(f"{file} cannot be read ({one_line(error)})") from None
+    if len(table) > LARGEST:  # a small file may contain gigabytes of zeros
+        raise LabError(f"{file} unpacks to more than {LARGEST:,} bytes, so it is not a table of a study")
+    for row in csv.DictReader(io.StringIO(table.decode("utf-8"), newline="")):
+        yield {key: _parsed(text) for key, text in row.items()}
 
 
 def _parsed(text: str) -> Any:

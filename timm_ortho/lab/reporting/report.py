@@ -46,7 +46,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import finite
+from ..._text import file_name, finite
 from .. import paper, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
@@ -95,7 +95,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, [self.study["name"], (self.study.get("dataset") or "").replace("/", "_")]))
+        return file_name("-".join(filter(None, [self.study["name"], self.study.get("dataset")])))
 
     @property
     def about(self) -> str:
@@ -237,7 +237,7 @@ def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
 
 
 def _picture(drawing: Drawing) -> Picture:
-    return Picture(f"figures/{drawing.name}.svg", drawing.draw, drawing.alt, drawing.caption)
+    return Picture(f"figures/{file_name(drawing.name)}.svg", drawing.draw, drawing.alt, drawing.caption)
 
 
 def _label(entry: tables.Entry) -> str:

@@ -56,6 +56,6 @@ def _setting(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
 
 def _stored(folder: Path) -> torch.Tensor:
     try:
-        return torch.from_numpy(np.load(folder / _FILE)).float()
+        return torch.from_numpy(np.load(folder / _FILE, allow_pickle=False)).float()
     except (OSError, ValueError) as error:
         raise LabError(f"{folder / _FILE} cannot be read ({error}): remove {folder} to train the run again") from None

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from ..._compat import submission_script
 from ..._text import error_text
+from ...runs.folders import own_modules
 from .. import LabError
 from ..folder import (
     LOG,
@@ -169,7 +170,8 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
         while queue or at_work:
             while queue and slots:
                 name, slot = queue.pop(0), slots.pop(0)
-                process = context.Process(target=_work, args=(root / name, threads, {**os.environ, **slot}))
+                words = words_of([runs[name]], threads)
+                process = context.Process(target=_work, args=(root / name, words, {**os.environ, **slot}))
                 process.start()
                 at_work[process] = (name, slot)
             time.sleep(0.1)
@@ -224,7 +226,18 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
-def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
+def words_of(runs: Sequence[RunPlan], threads: int) -> list[str]:
+    """Return the options of `lab.running.run` for runs of one study that the user planned.
+
+    They name the script and the modules of the plans again, because the process does not trust the files that it reads.
+    """
+    trainer = runs[0].trainer
+    modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
+    return ["--threads", str(threads), *(["--train-py", trainer] if trainer != "lab" else []),
+            *(["--device-modules", *modules] if modules else [])]
+
+
+def _work(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
     # `local` started this process with forkserver. With this method, each worker of a data loader would import torch
     # again in every epoch. The argument None restores the platform's default method.
@@ -236,7 +249,7 @@ def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):  # file descriptors, because C++ code does not use sys.stdout
         os.dup2(log, stream)
-    sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
+    sys.exit(run_module.main([str(folder), *words]))
 
 
 def _end_with_launcher() -> None:
@@ -260,7 +273,7 @@ class _Task:
     requeues the job.
     """
 
-    threads: int
+    words: Sequence[str]  # see `words_of`
 
     def __call__(self, folder: str) -> int:
         import submitit
@@ -270,7 +283,7 @@ class _Task:
         os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
         os.environ["NODE_RANK"] = str(job.node)
         # train in a separate process, because run.main would replace submitit's signal handlers
-        command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
+        command = [sys.executable, "-m", run_module.__name__, folder, *self.words]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
         if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
@@ -362,7 +375,8 @@ class Slurm:
 
         executor = self.executor(root, runs[names[0]])
         try:
-            jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
+            task = _Task(words_of([runs[name] for name in names], self.threads))
+            jobs = executor.map_array(task, [str((root / name).absolute()) for name in names])
         except submitit.core.utils.FailedJobError as error:
             raise LabError(f"sbatch failed: {error_text(error)}") from None
         for name, job in zip(names, jobs, strict=True):

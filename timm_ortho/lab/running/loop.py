@@ -8,7 +8,6 @@ with the same seed therefore see the same batches, even if their connections dra
 interrupted and continued ends with the same weights as an uninterrupted run. On a GPU, they may differ by rounding
 errors, because cuDNN chooses its algorithms by their measured speed.
 """
-import errno
 import math
 import os
 import sys
@@ -31,8 +30,9 @@ from ..._images import data_config
 from ..._sites import sites
 from ..._text import error_text
 from ...diagnostics import record, record_dynamics
-from ...runs.folders import load_checkpoint
-from .. import LabError, one_line, whole_file
+from ...hub_client.errors import WeightsError
+from ...weights.files import load_checkpoint, load_weights
+from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
 from ..folder import RunPlan, Stage, append_lines
 
@@ -40,18 +40,28 @@ _MODEL, _DATA = 0, 1  # the two streams of random numbers, for `epoch_seed`
 
 
 def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
-    """Create the model that timm's options describe. Its weights are initialised with `options.seed`."""
+    """Create the model that timm's options describe. Its weights are initialised with `options.seed`.
+
+    Raises:
+        LabError: The weights of `initial_checkpoint` cannot be used.
+    """
     random_seed(options.seed)
-    return create_model(
+    model = create_model(
         options.model,
         pretrained=options.pretrained,
         in_chans=in_chans,
         num_classes=num_classes,
         drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
         global_pool=options.gp, bn_momentum=options.bn_momentum, bn_eps=options.bn_eps,
-        checkpoint_path=options.initial_checkpoint,
+        checkpoint_path=None,  # timm before 1.0.26 would run code in the file
         **options.model_kwargs,
     )
+    if options.initial_checkpoint:
+        try:
+            load_weights(model, options.initial_checkpoint)
+        except (OSError, WeightsError) as error:
+            raise LabError(f"option 'initial_checkpoint': {error_text(error)}") from None
+    return model
 
 
 class Training:
@@ -146,7 +156,8 @@ class Training:
         lr = sum(group["lr"] for group in self.optimizer.param_groups) / len(self.optimizer.param_groups)
         trained = {"loss": loss, "images_per_second": speed, "seconds": time.perf_counter() - began,
                    "peak_memory": _peak_memory(self.device)}
-        update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
+        with writing(self.summary):
+            update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
         self._probe_stream(epoch + self.offset + 1)
         self.scheduler.step(epoch + 1)  # before saving, so that the checkpoint has the next epoch's learning rate
         self._save(epoch, evaluated["top1"])
@@ -226,11 +237,8 @@ class Training:
             "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
                         for path in map(self.folder.joinpath, self.growing) if path.exists()},
             **{name: part.state_dict() for name, part in self._parts().items()}}
-        try:
-            with whole_file(self.checkpoint) as partial:
-                torch.save(checkpoint, partial)
-        except RuntimeError as error:  # torch.save raises RuntimeError on a full disk
-            raise OSError(errno.EIO, error_text(error)) from error
+        with whole_file(self.checkpoint) as partial:
+            torch.save(checkpoint, partial)
 
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the last checkpoint of the first stage.

@@ -4,7 +4,6 @@ The plan in the folder decides whether the lab's own loop or timm's `train.py` t
 module in a process for each run.
 """
 import argparse
-import errno
 import os
 import shlex
 import signal
@@ -22,18 +21,20 @@ from torch import nn
 
 from ..._images import data_config
 from ..._sites import sites
-from ...runs.folders import import_modules, load_checkpoint
+from ..._text import error_text
+from ...hub_client.errors import WeightsError
+from ...models.names import is_variant
+from ...runs.folders import check_options, import_modules
 from ...runs.provenance import device_name, made_on
+from ...weights.files import load_checkpoint
 from .. import LabError, one_line, write_json
 from ..data import Source, loaders, open_source
-from ..folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
+from ..folder import LOG, PLAN, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
 from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
 REFUSED = 2  # exit status after a LabError other than Died: the launcher does not start the run again
-# If an error of this kind concerns the run's folder, the folder cannot be written. `run` adds advice to such errors.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -45,10 +46,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+    parser.add_argument("--train-py", metavar="FILE", help="the script that trains the run, if the plan names a script")
+    parser.add_argument("--device-modules", nargs="+", metavar="MODULE", help="modules to import, which the plan names")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
-        run(parsed.folder, parsed.threads)
+        import_modules(parsed.device_modules, LabError)
+        run(parsed.folder, parsed.threads, parsed.train_py)
     except LabError as error:
         print(f"timm-ortho: {error}", file=sys.stderr)
         return 1 if isinstance(error, timm_script.Died) else REFUSED
@@ -58,15 +62,22 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def run(folder: Path, threads: int = 1) -> dict:
+def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
     """Train a run unless it is finished, and return the contents of its `result.json`.
 
     If a run has several nodes, the result is empty on all nodes except the first, which writes the run's files.
 
+    Args:
+        folder: The folder of the run. Another person may have written its plan, which therefore cannot choose code.
+        threads: Number of CPU threads.
+        train_py: The script that the plan may run.
+
     Raises:
-        LabError: The run cannot be trained, or another process is training it.
+        LabError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
+            file of weights that could run code.
     """
     plan = RunPlan.read(folder)
+    _check(plan, folder / PLAN, train_py)
     if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # not the first node
         for stage in plan.stages:
             timm_script.train(plan, stage, folder)
@@ -87,20 +98,28 @@ def run(folder: Path, threads: int = 1) -> dict:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             reason = "the device is out of memory: use a smaller batch size" if memory else one_line(error)
-            if isinstance(error, OSError) and error.errno in _NO_ROOM and _concerns(error, folder):
-                error = LabError(f"cannot write in {folder} ({reason}): free disk space or correct the permissions; "
-                                 "the same command continues from the last checkpoint")
-                reason = str(error)
             sessions[-1].update(error=None if interrupted else reason, end=_now())
-            raise error
+            raise
         finally:
             _write_sessions(folder, sessions)
     return result
 
 
-def _concerns(error: OSError, folder: Path) -> bool:
-    """Return whether an error is about a file in a folder, or about a file without a name."""
-    return not isinstance(error.filename, str) or folder.resolve() in Path(error.filename).resolve().parents
+def _check(plan: RunPlan, source: Path, train_py: Optional[str]) -> None:
+    """Raise a LabError if a plan would run code that the user has not chosen."""
+    if plan.trainer not in ("lab", train_py):
+        raise LabError(f"{source} trains with the script {plan.trainer}: if you trust it, name it too (--train-py "
+                       f"{shlex.quote(plan.trainer)})")
+    for options in (stage.options for stage in plan.stages):
+        check_options(options, LabError, str(source))
+        if options.get("pretrained") and not is_variant(options["model"]):  # timm would choose the file
+            raise LabError(f"{source} starts from weights of '{options['model']}', but only variants' weights are read")
+        for key in ("initial_checkpoint", "pretrained_path", "resume"):  # timm's script would unpickle these files
+            if plan.trainer != "lab" and options.get(key):
+                try:
+                    load_checkpoint(options[key])
+                except (OSError, WeightsError) as error:
+                    raise LabError(f"option '{key}' of {source}: {error_text(error)}") from None
 
 
 def _begin_session(folder: Path) -> list[dict]:
@@ -134,8 +153,8 @@ def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # for example on a full disk. Only print it: `run` may be raising the original error
-        print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
+    except LabError as error:  # for example on a full disk. Only print it: `run` may be raising the original error
+        print(f"timm-ortho: {error}", file=sys.stderr)
 
 
 def _now() -> str:
@@ -146,7 +165,6 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     source: Optional[Source] = None
     for stage in plan.stages:
         options = _options(plan, stage, folder)
-        import_modules(options.device_modules, LabError)
         if plan.trainer_name == "lab":
             source = source or open_source(options, plan.hold_out)
             Training(plan, stage, folder, source, options).train()

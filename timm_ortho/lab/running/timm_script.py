@@ -12,7 +12,7 @@ from typing import Sequence
 
 import torch
 
-from ...runs.folders import load_checkpoint
+from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import open_source
 from ..folder import RunPlan, Stage

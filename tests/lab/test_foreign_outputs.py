@@ -1,0 +1,100 @@
+"""Test that outputs of another person name no paths, and that large files are refused in one line."""
+import gzip
+import json
+
+import pytest
+import yaml
+from helpers.laughs import LAUGHS
+from helpers.made_up_runs import run_of, study_of
+from helpers.tiny_study import one_run, request, written
+
+from timm_ortho import cli
+from timm_ortho.lab import LabError, commands as study
+from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.planning.plan import read
+from timm_ortho.lab.reporting import published, report
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+OUTSIDE = "../../victim/logo"
+
+
+def files_in(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_names_in_results_are_not_paths(tmp_path):
+    """The names of studies, data sets and plots become parts of file names."""
+    (tmp_path / "victim").mkdir()
+    runs = [run_of(connection, seed) for connection in ("linear", "feature") for seed in (0, 1)]
+    plots = {"plots": [{"points": {"name": f"../{OUTSIDE}", "x": "connection"}}]}
+    values = study_of(OUTSIDE, dataset=f"x/{OUTSIDE}", axes={}, report=plots)
+    part = {"study": values, "runs": runs, "unfinished": []}
+    results = tmp_path / "theirs" / "results.json"
+    results.parent.mkdir()
+    for content in (part, {"parts": [part, part]}):
+        results.write_text(json.dumps(content))
+        study.report_on([results], tmp_path / "mine" / "report")
+        assert {path.split("/")[0] for path in files_in(tmp_path)} == {"theirs", "mine"}
+        assert {path.rpartition("/")[0] for path in files_in(tmp_path / "mine")} == {"report", "report/figures"}
+    assert any("victim_logo" in path for path in files_in(tmp_path / "mine"))
+    assert "/" not in published.folder_name(values)
+
+
+@pytest.mark.parametrize("place", ["../elsewhere/linear-seed0", "/elsewhere", ".."])
+def test_a_run_outside_of_the_study_is_refused(tmp_path, place, capsys):
+    values = {"settings": {}, "study": study_of("accuracy"), "left_out": [],
+              "places": [{"run": place, "cell": {}, "connection": "linear", "seed": 0}]}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
+    for command in ("report", "status"):
+        assert cli.main(["study", command, str(tmp_path)]) == 2
+        assert f"study.yaml has a run outside its folder, '{place}': correct its places" in capsys.readouterr().err
+
+
+def test_a_stage_outside_of_the_run_is_refused(tmp_path):
+    folder = one_run(tmp_path / "out")
+    plan = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(plan.replace("- folder: .", f"- folder: {tmp_path / 'victim'}"))
+    with pytest.raises(LabError, match=r"has a stage in another folder, '.*victim': remove"):
+        RunPlan.read(folder)
+
+
+def test_aliases_are_refused_in_one_line(tmp_path, capsys):
+    path = written(tmp_path)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(LAUGHS)
+    with pytest.raises(LabError, match=r"study 'tiny' is not YAML: aliases \(\*name\) are not supported"):
+        request(path)
+    (tmp_path / "study.yaml").write_text(LAUGHS)
+    with pytest.raises(LabError, match=r"study.yaml cannot be read \(.*aliases \(\*name\) are not supported"):
+        read(tmp_path)
+    assert cli.main(["compare", "--option", "a=[&a 1, *a]"]) == 2
+    assert "the value in 'a=[&a 1, *a]' is not YAML" in capsys.readouterr().err
+
+
+def test_own_files_have_no_aliases(tmp_path):
+    """Options from a recipe with one list in two places are stored without an alias."""
+    shared = [0.5, 0.5, 0.5]
+    folder = one_run(tmp_path / "out", mean=shared, std=shared)
+    for file in (folder / "run.yaml", folder / "args.yaml", folder.parent / "study.yaml"):
+        assert "&id" not in file.read_text()
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n"), "unpacks to more than 1,000 bytes, so it is not a table"),
+    (b"no gzip", "cannot be read (BadGzipFile: Not a gzipped file"),
+    (gzip.compress(b"run,epoch\n0,0\n")[:-9], "cannot be read (EOFError: Compressed file ended before"),
+])
+def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, content, reason):
+    values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
+    published.write(tmp_path, values, runs)
+    assert published.read(tmp_path)[1] == runs
+    monkeypatch.setattr(published, "LARGEST", 1000)
+    (tmp_path / "history.csv.gz").write_bytes(content)
+    assert cli.main(["study", "report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'history.csv.gz'} {reason}" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):
+    (tmp_path / "results.json").mkdir()
+    with pytest.raises(LabError, match=r"results.json cannot be written \(Is a directory\): free disk space"):
+        report.write(study_of("accuracy", axes={}), [], [], tmp_path)

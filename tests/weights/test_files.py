@@ -1,0 +1,271 @@
+"""Test that files of another person run no code, also with the oldest timm, which would unpickle checkpoints."""
+import sys
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from helpers.pickles import Evil, never_unpickled, plain_pickle
+from helpers.tiny_study import compared, one_run, planned
+from helpers.trained_runs import timm_run
+from safetensors.torch import save_file
+
+import timm_ortho
+from timm_ortho import cli, hub
+from timm_ortho.hub import PublishError
+from timm_ortho.hub_client.errors import WeightsError
+from timm_ortho.lab import LabError
+from timm_ortho.lab.running import launch, run
+from timm_ortho.lab.running.loop import build_model
+from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
+
+CALLS = "cannot be read as a checkpoint (it is a pickle that calls "
+
+
+def test_a_checkpoint_is_read_as_timm_reads_it(tmp_path):
+    model = timm.create_model("vit_test_ortho")
+    weights = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    ema = {name: tensor + 1 for name, tensor in weights.items()}
+    torch.save({"state_dict": weights, "state_dict_ema": ema, "args": Namespace(lr=0.1)}, tmp_path / "a.pth")
+    save_file(weights, tmp_path / "a.safetensors")
+    torch.save({"model": weights}, tmp_path / "model.pth")
+    for name, use_ema in (("a.pth", True), ("a.pth", False), ("a.safetensors", True), ("model.pth", True)):
+        with torch.serialization.safe_globals([Namespace]):
+            expected = timm.models.load_state_dict(str(tmp_path / name), use_ema, weights_only=True)
+        read = load_state_dict(tmp_path / name, use_ema)
+        assert read.keys() == expected.keys() == model.state_dict().keys()
+        assert all(torch.equal(read[key], expected[key]) for key in read)
+    assert load_checkpoint(tmp_path / "a.pth")["args"].lr == 0.1
+    load_weights(model, tmp_path / "a.pth")
+    assert torch.equal(model.state_dict()["head.bias"], ema["module.head.bias"])
+
+
+@pytest.mark.parametrize("content", [b"", b"half", [1], {"state_dict": 3}, {"head.bias": "text"}, {3: torch.zeros(1)}])
+def test_a_file_without_weights_is_a_one_line_error(tmp_path, content):
+    path = tmp_path / "a.pth"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(WeightsError, match=r"a.pth cannot be read as a checkpoint \([^\n]*\)$"):
+        load_state_dict(path)
+
+
+def overlay(**changes):
+    return {"pretrained": True, "pretrained_cfg_overlay": changes}
+
+
+# ------------------------------------------------------------------------------------------- weights
+def test_show_does_not_unpickle_a_checkpoint(tmp_path, capsys):
+    with never_unpickled(tmp_path / "evil.pth") as path:
+        assert cli.main(["show", "vit_test_ortho", "--checkpoint", path]) == 2
+        assert f"timm-ortho: error: {path} {CALLS}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{}, {"custom_load": True}, {"source": "timm"}])
+def test_a_variant_does_not_unpickle_its_file(tmp_path, changes):
+    with never_unpickled(tmp_path / "evil.pth") as path, pytest.raises(WeightsError, match="it is a pickle that calls"):
+        timm.create_model("vit_test_ortho", **overlay(file=path, **changes))
+
+
+def test_a_variant_reads_tensors_of_a_pickle(tmp_path):
+    model = timm.create_model("vit_test_ortho", num_classes=7)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "a.pth")
+    changes = overlay(file=str(tmp_path / "a.pth"), num_classes=7)
+    loaded = timm.create_model("vit_test_ortho", num_classes=7, **changes)
+    assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert loaded.pretrained_cfg["file"] == changes["pretrained_cfg_overlay"]["file"]
+    assert "state_dict" not in loaded.pretrained_cfg
+
+
+def test_a_numpy_file_with_objects_is_refused(tmp_path):
+    mark, path = tmp_path / "executed", tmp_path / "evil.npz"
+    np.savez(path, **{"embedding/kernel": np.array([Evil(mark)], dtype=object)})
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        timm.create_model("vit_small_patch16_224_ortho", **overlay(file=str(path)))
+    assert not mark.exists()
+
+
+def test_weights_at_a_url_are_not_read(tmp_path):
+    """timm reads a URL a second time, without `weights_only`, if the first attempt raises a TypeError."""
+    with never_unpickled(tmp_path / "evil.pth") as path, pytest.raises(WeightsError, match="download the file"):
+        timm.create_model("vit_small_patch16_224_ortho", **overlay(url=f"file://{path}"))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint_path", "pretrained"])
+def test_a_run_does_not_unpickle_weights_that_its_options_name(tmp_path, capsys, kind):
+    folder = timm_run(tmp_path / "run")
+    with never_unpickled(tmp_path / "evil.pth") as path:
+        named = {"checkpoint_path": path} if kind == "checkpoint_path" else overlay(file=path)
+        change(folder / "args.yaml", model_kwargs=named)
+        assert cli.main(["show", str(folder)]) == 2
+        assert f"got multiple values for keyword argument '{kind}'" in capsys.readouterr().err
+        with pytest.raises(PublishError, match="got multiple values for keyword argument"):
+            hub.export(folder, tmp_path / "out", "me/model")
+
+
+def test_the_lab_does_not_unpickle_initial_weights(tmp_path, capsys):
+    folder = one_run(tmp_path / "out")
+    with never_unpickled(tmp_path / "evil.pth") as path:
+        change_stage(folder, initial_checkpoint=path)
+        assert run.main([str(folder)]) == run.REFUSED
+        assert f"timm-ortho: option 'initial_checkpoint': {path} {CALLS}" in capsys.readouterr().err
+        named = {"pretrained_cfg_overlay": {"file": path}}
+        change_stage(folder, initial_checkpoint="", pretrained=True, model_kwargs=named)
+        assert run.main([str(folder)]) != 0
+        assert "it is a pickle that calls" in capsys.readouterr().err
+        change_stage(folder, model="test_vit")
+        assert run.main([str(folder)]) == run.REFUSED
+        assert "starts from weights of 'test_vit', but only variants' weights are read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["initial_checkpoint", "resume", "pretrained_path"])
+def test_timms_script_gets_no_pickle(tmp_path, capsys, key):
+    folder = one_run(tmp_path / "out")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('started')")
+    change(folder / "run.yaml", trainer=str(script))
+    with never_unpickled(tmp_path / "evil.pth") as path:
+        change_stage(folder, **{key: path})
+        assert run.main([str(folder), "--train-py", str(script)]) == run.REFUSED
+        assert f"option '{key}' of {folder / 'run.yaml'}: {path} {CALLS}" in capsys.readouterr().err
+
+
+def test_initial_weights_of_the_lab(tmp_path):
+    model = timm.create_model("vit_test_linear")
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "a.pth")
+    folder = one_run(tmp_path / "out")
+    options = yaml.safe_load((folder / "args.yaml").read_text())
+    options |= {"model": "vit_test_ortho", "initial_checkpoint": str(tmp_path / "a.pth"), "model_kwargs": {}}
+    built = build_model(Namespace(**options), 10, 3)
+    assert torch.equal(built.head.weight, model.head.weight)
+    with pytest.raises(LabError, match=r"option 'initial_checkpoint': the weights in .* do not fit the model"):
+        build_model(Namespace(**options), 3, 3)
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "vit_test_ortho"])
+def test_a_folder_with_a_pickle_as_safetensors(tmp_path, architecture):
+    timm.models.save_for_hf(timm.create_model(architecture), tmp_path, safe_serialization=True)
+    model = timm_ortho.pull(tmp_path)
+    assert model.pretrained_cfg["file"] == str(tmp_path)
+    assert model.pretrained_cfg["source"] == "local-dir"
+    file = tmp_path / "model.safetensors"
+    with never_unpickled(file), pytest.raises(WeightsError, match=r"model.safetensors cannot be read"):
+        timm_ortho.pull(tmp_path)
+
+
+# --------------------------------------------------------------------------------- data sets, modules, scripts
+def change(file, model_kwargs=None, **changes):
+    values = yaml.safe_load(file.read_text())
+    values["model_kwargs" if model_kwargs else "ignored"] = {**values.get("model_kwargs", {}), **(model_kwargs or {})}
+    values.pop("ignored", None)
+    file.write_text(yaml.safe_dump({**values, **changes}))
+
+
+def change_stage(folder, model_kwargs=None, **options):
+    values = yaml.safe_load((folder / "run.yaml").read_text())
+    for stage in values["stages"]:
+        stage["options"] |= options
+        stage["options"]["model_kwargs"] |= model_kwargs or {}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+
+
+REFUSED = [
+    (dict(class_map="{}/evil.pkl"), "evil.pkl is not a text file: write one class name on each line of a .txt file"),
+    (dict(dataset="", data_dir="{}/images.tar"), "_images_tarinfos.pickle is a pickle, whose code timm would run"),
+    (dict(dataset="wds/x", data_dir="pipe:touch executed #"), "webdataset would run the command after 'pipe:'"),
+    (dict(dataset="hfds/x", dataset_trust_remote_code=True), "code of data sets is never run: remove the option"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED)
+def test_options_that_run_code_are_refused(tmp_path, capsys, options, text):
+    options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
+    folder, planned_run = timm_run(tmp_path / "run"), one_run(tmp_path / "out")
+    with (never_unpickled(tmp_path / "evil.pkl", plain_pickle),
+          never_unpickled(tmp_path / "_images_tarinfos.pickle", plain_pickle)):
+        change(folder / "args.yaml", **options)
+        with pytest.raises(PublishError, match=text):
+            hub.export(folder, tmp_path / "out", "me/model")
+        change_stage(planned_run, **options)
+        assert run.main([str(planned_run)]) == run.REFUSED
+        assert text in capsys.readouterr().err
+        with pytest.raises(LabError, match=text):
+            planned(compared(tmp_path / "other", **options))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Return a file that a module writes when it is imported. The module is in the import path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil_module.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    yield tmp_path / "evil_module.ran"
+    sys.modules.pop("evil_module", None)
+
+
+NAMES = "names the module 'evil_module', whose code would run: if you trust it, name it too (--device-modules evil_mod"
+
+
+@pytest.mark.parametrize("command", [
+    ["show", "{}/run"], ["push", "{}/run", "me/model", "--dry-run", "--output", "{}/o"]])
+def test_modules_of_a_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys, command):
+    timm_run(tmp_path / "run", device_modules=["timm_ortho", "evil_module"])
+    command = [word.format(tmp_path) for word in command]
+    assert cli.main(command) == 2
+    assert f"option 'device_modules' of {tmp_path / 'run'} {NAMES}" in capsys.readouterr().err
+    assert not module.exists()
+    assert cli.main([*command, "--device-modules", "evil_module"]) == 0
+    assert module.exists()
+
+
+def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
+    """The letters of the text are not modules."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "t.py").write_text("raise SystemExit('t.py was run')")
+    timm_run(tmp_path / "run", device_modules="timm_ortho")
+    assert cli.main(["show", str(tmp_path / "run")]) == 0
+    timm_run(tmp_path / "other", device_modules="evil_module")
+    assert cli.main(["show", str(tmp_path / "other")]) == 2
+    assert NAMES in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])
+def test_a_damaged_numpy_file_is_a_one_line_error(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"half")
+    for name in ("vit_test_ortho", "resnetv2_18_cifar_ortho"):
+        with pytest.raises(WeightsError, match=r"the weights in .*a.np[yz] do not fit the model: \w+: [^\n]*$"):
+            load_weights(timm.create_model(name), path)
+
+
+def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys):
+    folder = one_run(tmp_path / "out", epochs=1)
+    change_stage(folder, device_modules=["timm_ortho", "evil_module"])
+    assert run.main([str(folder)]) == run.REFUSED
+    assert NAMES in capsys.readouterr().err
+    assert not module.exists()
+    assert run.main([str(folder), "--device-modules", "evil_module"]) == 0
+    assert module.exists()
+
+
+def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, module, monkeypatch, capsys):
+    (tmp_path / "recipe.yaml").write_text("model: vit_small\ndevice_modules: [evil_module]\n")
+    with pytest.raises(LabError, match=r"of the study or recipe '.*recipe.yaml' names the module 'evil_m"):
+        planned(compared(tmp_path / "out", dataset="digits", recipe=str(tmp_path / "recipe.yaml")))
+    assert not module.exists()
+    monkeypatch.chdir(tmp_path)
+    plan = planned(compared(tmp_path / "out", dataset="digits", recipe="recipe.yaml", device_modules=["evil_module"]))
+    assert module.exists()
+    assert launch.words_of(list(plan.runs.values()), 1) == ["--threads", "1", "--device-modules", "evil_module"]
+
+
+def test_a_script_is_run_only_if_the_user_names_it(tmp_path, capfd):
+    folder = one_run(tmp_path / "out")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('started')")
+    change(folder / "run.yaml", trainer=str(script))
+    assert run.main([str(folder)]) == run.REFUSED
+    printed = capfd.readouterr().err
+    assert f"trains with the script {script}: if you trust it, name it too (--train-py {script})" in printed
+    assert "started" not in printed
+    assert run.main([str(folder), "--train-py", str(script)]) == run.REFUSED
+    assert "started" in capfd.readouterr().err

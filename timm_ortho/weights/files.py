@@ -1,0 +1,92 @@
+"""Read files of weights without running code from them. The package reads every checkpoint here.
+
+timm before 1.0.26 unpickles checkpoints with ``weights_only=False``, which runs any code in them.
+"""
+import pickle
+import re
+from argparse import Namespace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Dict, Union
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models import clean_state_dict
+from torch import Tensor, nn
+
+from .._text import error_text
+from ..hub_client.errors import WeightsError
+
+Path_ = Union[str, "PathLike[str]"]
+NUMPY = (".npz", ".npy")  # read by timm's `load_pretrained` of a model with numpy.load, which refuses pickles
+
+
+def load_checkpoint(path: Path_) -> Any:
+    """Return the contents of a checkpoint, on the CPU.
+
+    A safetensors file contains tensors. Any other file is read by torch's restricted unpickler, which accepts tensors,
+    plain values and the Namespace in which timm stores its options.
+
+    Raises:
+        OSError: The file cannot be opened.
+        WeightsError: The file is damaged, or contains other objects. The message is one line.
+    """
+    # Pass Namespace only if the caller has not allowed it: safe_globals forbids the classes passed to it when it exits.
+    missing = {Namespace}.difference(torch.serialization.get_safe_globals())
+    try:
+        if str(path).endswith(".safetensors"):
+            return load_file(path)
+        with torch.serialization.safe_globals([*missing]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 torch, pickle, zipfile and safetensors raise any exception for a damaged file
+        raise WeightsError(f"{path} cannot be read as a checkpoint ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of an error. torch's own text recommends `weights_only=False`, which would run the code."""
+    name = re.search(r"(?:GLOBAL|class|function) (\S+\.\S+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and name:
+        return f"it is a pickle that calls {name[1].rstrip('`,')}, and only tensors and plain values are unpickled"
+    if isinstance(error, (pickle.UnpicklingError, SafetensorError)):
+        return "it is damaged or not a checkpoint"
+    return error_text(error, named=True)
+
+
+def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:
+    """Return the weights in a file, with the names that :func:`timm.models.load_state_dict` gives them.
+
+    Args:
+        path: A checkpoint, or a file of weights only.
+        use_ema: Whether to return the EMA weights if there are any.
+
+    Raises:
+        OSError, WeightsError: See :func:`load_checkpoint`.
+    """
+    weights = load_checkpoint(path)
+    keys = (*(("state_dict_ema", "model_ema") if use_ema else ()), "state_dict", "model")
+    if isinstance(weights, dict):
+        weights = next((weights[key] for key in keys if weights.get(key) is not None), weights)
+    if not isinstance(weights, dict) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
+        raise WeightsError(f"{path} cannot be read as a checkpoint (it has no dict of tensors by name)")
+    return clean_state_dict(weights)
+
+
+def load_weights(model: nn.Module, path: Path_, use_ema: bool = True) -> None:
+    """Load the weights in a file into a model, as :func:`timm.models.load_checkpoint` does.
+
+    Raises:
+        OSError, WeightsError: The file cannot be read, or its weights do not fit. The message is one line.
+    """
+    try:
+        if Path(path).suffix.lower() in NUMPY:
+            model.load_pretrained(str(path))
+        else:
+            model.load_state_dict(load_state_dict(path, use_ema))
+    except (OSError, WeightsError):
+        raise
+    except Exception as error:  # noqa: BLE001 numpy, zipfile and the models of timm raise any exception
+        raise WeightsError(f"the weights in {path} do not fit the model: {error_text(error, named=True)}") from None
