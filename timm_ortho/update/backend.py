@@ -172,7 +172,7 @@ def cached_plan(
     None too if :func:`choose_backend` would return ``"torch"``, or if the operations are recorded or transformed.
     """
     name = kernels_for(x, backend)
-    if name is None or type(f) is not Tensor or is_intercepted():
+    if name is None or type(f) is not Tensor or x.is_nested or f.is_nested or is_intercepted():
         return None
     return _plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, name))
 
