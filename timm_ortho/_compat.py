@@ -27,9 +27,13 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# torch 2.6 has no is_exporting, and in torch 2.7 is_exporting is also true in compiled code. With these releases,
-# compilation counts as export.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+def _is_exporting() -> bool:
+    """Return whether ``torch.export`` is active.
+
+    ``torch.compiler.is_exporting()`` is not called, because Dynamo of torch 2.7 to 2.11 replaces the call by True in
+    all compiled code. torch 2.6 has no such flag: compilation counts as export.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_compiling())
 
 
 def forward_mode_is_active() -> bool:
