@@ -165,7 +165,9 @@ def _gradients(
     k = a if not isinstance(b, Tensor) and b == 0.0 else a - b  # torch 2.14 cannot compile a - 0.0
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # for example, the gradient of a mean is an expanded tensor
+    # For example, the gradient of a mean is an expanded tensor. Compiled code must not read the strides of g, which
+    # Dynamo does not know: it would copy g to a contiguous tensor, in NCHW order also for channels-last.
+    if not torch.compiler.is_compiling() and g.stride() != x.stride():
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
@@ -191,8 +193,9 @@ class _ResidualUpdate(torch.autograd.Function):
     For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save
     x and y anyway, so the only extra memory is two numbers per projection, s and n.
 
-    ``s`` is a second output, so that a double backward pass can differentiate it. This class does not support
-    ``torch.func``, because the support would cost 70 us per call.
+    ``s`` is a second output, so that a double backward pass can differentiate it. Compiled code has no double backward
+    pass, and Dynamo would pass zeros as the gradient of ``s``, so there ``y`` is the only output. This class does not
+    support ``torch.func``, because the support would cost 70 us per call.
     """
 
     @staticmethod
@@ -204,10 +207,10 @@ class _ResidualUpdate(torch.autograd.Function):
         ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
         ctx.set_materialize_grads(False)
         ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = dims, eps, backend, f.dtype
-        return y, s
+        return y if torch.compiler.is_compiling() else (y, s)
 
     @staticmethod
-    def backward(ctx, g, grad_s):
+    def backward(ctx, g, grad_s=None):
         x, kept, s, n, a, b = ctx.saved_tensors
         a, b = ctx.a if a is None else a, ctx.b if b is None else b
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
@@ -379,7 +382,8 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps)
     computed_by = TORCH if name == "torch" else _backend(name, backend)
     if needs_gradient:
-        return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
+        y = _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)
+        return y if isinstance(y, Tensor) else y[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]
 
 
