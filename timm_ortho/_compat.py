@@ -14,10 +14,10 @@ from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 __all__ = [
-    "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active",
-    "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks", "is_batched", "is_compiled_in_place",
-    "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded", "is_sharded", "is_transformed",
-    "named_children", "search_split", "submission_script", "TorchDispatchMode",
+    "adapt_model_from_file", "compiled_model", "compiling_differs_from_exporting", "current_arguments",
+    "dispatch_mode_is_active", "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks", "is_batched",
+    "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded",
+    "is_sharded", "is_transformed", "named_children", "search_split", "submission_script", "TorchDispatchMode",
 ]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
@@ -29,9 +29,17 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# torch 2.6 has no is_exporting, and in torch 2.7 is_exporting is also true in compiled code. With these releases,
-# compilation counts as export.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+# Whether compiled code can find out that ``torch.export`` is active, also with ``strict=True``.
+compiling_differs_from_exporting = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+def _is_exporting() -> bool:
+    """Return whether ``torch.export`` is active. In torch 2.6 and 2.7, compilation counts as export.
+
+    Dynamo of torch 2.7 to 2.11 replaces ``torch.compiler.is_exporting()`` by True in all compiled code. This function
+    therefore reads the flag that ``is_exporting`` returns.
+    """
+    return torch.compiler._is_exporting_flag if compiling_differs_from_exporting else torch.compiler.is_compiling()
 
 
 def forward_mode_is_active() -> bool:

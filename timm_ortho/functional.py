@@ -150,7 +150,8 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps)
     if name == "torch":
         if needs_gradient:
-            return TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)[0]
+            y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
+            return y if isinstance(y, Tensor) else y[0]
         return update(x, f, a, b, dims, eps, False)[0]
     return by_kernels(_kernels().plan_of(x, f, tuple(dims), eps, a, b, keep_branch, backend), x, f, a, b)
 

@@ -15,11 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from timm_ortho import functional
+from timm_ortho._compat import compiling_differs_from_exporting
+from timm_ortho.bench.clock import saved_bytes
 from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
 from timm_ortho.update import formula
 
 DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
 SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]
+
+
+def plain_formula(x, f, dim):
+    return plain_update(x, f, 0.0, 1.0, [dim], 1e-6)
 
 
 def pair(shape, dtype=torch.float64, seed=0, **kwargs):
@@ -347,10 +353,37 @@ def test_compile_keeps_the_closed_form_without_a_graph_break():
     x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
     recorder = EagerAndRecordGraphs()
     y = torch.compile(Update(), fullgraph=True, backend=recorder)(x, f)
-    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the operations inside the function
+    if compiling_differs_from_exporting:
         assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
+        backward = recorder.graphs[0].bwd_body_0.code
+        assert "addcmul" in backward
+        assert "contiguous" not in backward  # Dynamo copies all gradients if the backward pass reads a stride
+        assert "of_x" not in backward  # the gradient of s is never needed in compiled code
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
+
+
+@pytest.mark.skipif(not compiling_differs_from_exporting, reason="torch 2.6 and 2.7 compile the plain formula")
+@pytest.mark.parametrize(("amp", "memory_format"), [(False, torch.contiguous_format), (True, torch.channels_last)])
+def test_compiled_code_keeps_a_few_numbers_per_projection(amp, memory_format):
+    channels, images = 32, torch.randn(2, 32, 4, 4).contiguous(memory_format=memory_format)
+    layers = torch.nn.Sequential(*(
+        torch.nn.Sequential(torch.nn.BatchNorm2d(channels), torch.nn.Conv2d(channels, channels, 1)) for _ in range(3)))
+
+    def kept(join):
+        def forward(x):
+            for layer in layers:
+                x = join(x, layer(x))
+            return x.square()
+
+        torch._dynamo.reset()
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager_decomp_partition")
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return saved_bytes(lambda: compiled(images), list(layers.parameters()))
+
+    projections = len(layers) * images.numel() // channels
+    assert kept(functools.partial(residual_update, dim=1)) - kept(torch.add) <= 3 * 4 * projections
+    assert kept(functools.partial(plain_formula, dim=1)) - kept(torch.add) > 8 * 4 * projections
 
 
 # -------------------------------------------------------------------------------------------- nested tensors

@@ -160,7 +160,9 @@ def gradients(
     k = a if not isinstance(b, Tensor) and b == 0.0 else a - b  # torch 2.14 cannot compile a - 0.0
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # for example, the gradient of a mean is an expanded tensor
+    # For example, the gradient of a mean is an expanded tensor. Compiled code must not read the strides of g, which
+    # Dynamo does not know: it would copy g to a contiguous tensor, in NCHW order also for channels-last.
+    if not torch.compiler.is_compiling() and g.stride() != x.stride():
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s

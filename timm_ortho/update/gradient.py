@@ -3,8 +3,9 @@
 For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save x
 and y anyway, so the only extra memory is two numbers per projection, s and n.
 
-The sums are a second output, so that a double backward pass can differentiate s. The functions do not support
-``torch.func``, because the support would cost 70 us per call.
+The sums are a second output, so that a double backward pass can differentiate s. Compiled code has no double backward
+pass, and Dynamo would pass zeros as the gradient of the sums, so there y is the only output. The functions do not
+support ``torch.func``, because the support would cost 70 us per call.
 """
 from typing import Any, Optional, Tuple
 
@@ -28,10 +29,10 @@ class TorchUpdate(torch.autograd.Function):
         ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
         ctx.set_materialize_grads(False)
         ctx.dims, ctx.eps, ctx.branch_dtype = dims, eps, f.dtype
-        return y, s
+        return y if torch.compiler.is_compiling() else (y, s)
 
     @staticmethod
-    def backward(ctx, g, grad_s):
+    def backward(ctx, g, grad_s=None):
         x, kept, s, n, a, b = ctx.saved_tensors
         a, b = ctx.a if a is None else a, ctx.b if b is None else b
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
