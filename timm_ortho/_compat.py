@@ -9,7 +9,7 @@ from timm.models._hub import has_hf_hub  # whether timm can use the installed hu
 from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as _modules  # hooks of all modules
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
@@ -100,7 +100,8 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs other code than its class's ``forward``, such as hooks."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or _has_any_global_hook() or "forward" in vars(module) or is_compiled_in_place(module))
+        or _modules._global_forward_hooks or _modules._global_forward_pre_hooks or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks or "forward" in vars(module) or is_compiled_in_place(module))
 
 
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import torch
-from timm.layers import LayerNorm, LayerNormFp32, RmsNorm
+from timm.layers import LayerNorm, RmsNorm
 from torch import Tensor, nn
 
 from .._checks import known_name
@@ -186,7 +186,7 @@ def kernels_for(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
 
 
 # Norms that the kernels can compute together with the update, and whether they subtract the mean.
-NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, LayerNormFp32: True, nn.RMSNorm: False, RmsNorm: False}
+NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, nn.RMSNorm: False, RmsNorm: False}
 LONGEST_NORM = 4096  # longer rows would not fit the registers of the backward kernel
 
 
