@@ -1,5 +1,5 @@
 """Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
-from typing import Any, ItemsView, Optional
+from typing import Any, ItemsView, Mapping, Optional
 
 import timm
 import torch
@@ -17,7 +17,8 @@ __all__ = [
     "adapt_model_from_file", "compiled_model", "compiling_differs_from_exporting", "current_arguments",
     "dispatch_mode_is_active", "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks", "is_batched",
     "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded",
-    "is_sharded", "is_transformed", "named_children", "search_split", "submission_script", "TorchDispatchMode",
+    "is_sharded", "is_transformed", "named_children", "own_parameters",
+    "search_split", "submission_script", "TorchDispatchMode",
 ]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
@@ -112,6 +113,11 @@ def compiled_model(module: nn.Module) -> Optional[nn.Module]:
 def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
     """Return a module's children by name. ``module.named_children()`` would omit None and repeated modules."""
     return module._modules.items()
+
+
+def own_parameters(module: nn.Module) -> Mapping[str, Optional[nn.Parameter]]:
+    """Return a module's own parameters by name. Attributes of a module take longer to read."""
+    return module._parameters
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import is_intercepted, is_recorded, is_transformed
+from ._compat import is_intercepted, is_recorded, is_transformed, own_parameters
 from .update.backend import BACKENDS, cached_plan, choose_backend, default, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
 from .update.gradient import KernelUpdate, TorchUpdate, are
@@ -179,7 +179,8 @@ def update_with_norm(
         return None
     kernels = _norm_kernels()
     plan = kernels.norm_plan_of(x, f, eps, norm, (backend or default()) == "auto")
-    w, c = norm._parameters.get("weight"), norm._parameters.get("bias")
+    parameters = own_parameters(norm)
+    w, c = parameters.get("weight"), parameters.get("bias")
     if torch.is_grad_enabled() and (
             x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
             or (c is not None and c.requires_grad)):

@@ -39,11 +39,10 @@ def auto_is_triton(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def plans():
-    """Forget the plans of earlier tests, which hold the functions that they call, and the reasons against kernels."""
+    """Forget the plans of earlier tests, because plans hold the functions that they call."""
     def forget():
         backends._plans.clear()
         backends._norm_plans.clear()
-        backends._unsupported.cache_clear()
 
     forget()
     yield

@@ -92,7 +92,6 @@ def test_auto_on_every_device(device, monkeypatch):
     assert choose_backend(x, f) == "torch"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", False)
-    backends._unsupported.cache_clear()
     assert choose_backend(x, f) == "torch"
 
 
@@ -219,7 +218,6 @@ def test_triton_is_refused_if_it_cannot_run(monkeypatch):
             residual_update(x, x, backend="triton")
     for value in ("0", ""):
         monkeypatch.setenv("TRITON_INTERPRET", value)
-        backends._unsupported.cache_clear()
         with pytest.raises(RuntimeError, match=r"backend 'triton' cannot run: .* on the CPU, .* TRITON_INTERPRET=1"):
             residual_update(X, X, backend="triton")
 

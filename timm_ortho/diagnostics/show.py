@@ -10,6 +10,7 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
+from .._compat import named_children
 from .._images import data_config, opened
 from .._sites import Site, sites
 from .._text import aligned
@@ -76,7 +77,7 @@ def with_norm(model: nn.Module) -> str:
         spec = spec_of(block)
         if spec is not None:
             for kind, norm in norms_after(block, spec).items():
-                connection = block._modules.get(spec.sites[kind])
+                connection = dict(named_children(block)).get(spec.sites[kind])
                 fused += connection is not None and is_orthogonal(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 

@@ -9,7 +9,6 @@ The kernels can also compute the update together with the norm that follows it (
 ``torch.compile`` and inside a dispatch mode of torch, such as a FLOP counter, the backend is always ``torch``. A
 compiler can then fuse its operations with neighbouring operations, and a dispatch mode can record them.
 """
-import functools
 import importlib.util
 import os
 import warnings
@@ -22,7 +21,7 @@ from timm.layers import LayerNorm, RmsNorm
 from torch import Tensor, nn
 
 from .._checks import known_name
-from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_intercepted, is_plain
+from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_intercepted, is_plain, own_parameters
 from .._text import error_text
 
 BACKENDS = ("auto", "torch", "triton")
@@ -133,7 +132,6 @@ def why_not_triton(x: Tensor, f: Tensor) -> Optional[str]:
     return reason or ("it does not support the transforms of torch.func" if functorch_is_active() else None)
 
 
-@functools.lru_cache(maxsize=256)
 def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
     """Return why there are no kernels for a type of device and these dtypes of x and f."""
     if not TRITON_IS_INSTALLED:
@@ -142,7 +140,7 @@ def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
-    if not {*dtypes} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
+    if not all(dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) for dtype in dtypes):
         return f"there are no kernels for {dtypes[0]} and {dtypes[1]}"
     if {*dtypes} == {torch.float64, torch.bfloat16}:
         return "there are no kernels for float64 and bfloat16, which Triton's interpreter casts incorrectly"
@@ -196,7 +194,7 @@ def has_kernels(norm: Any) -> bool:
     Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.
     """
     return (type(norm) in NORMS and norm.eps is not None and not has_hooks(norm)
-            and {*map(type, norm._parameters.values())} <= {nn.Parameter, type(None)})
+            and {*map(type, own_parameters(norm).values())} <= {nn.Parameter, type(None)})
 
 
 # -------------------------------------------------------------------------------- the check of kernels at run time

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._compat import is_batched, is_intercepted
+from .._compat import is_batched, is_intercepted, own_parameters
 from . import formula
 from .backend import NORMS, _norm_plans, verified
 from .gradient import torch_gradients
@@ -293,7 +293,8 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> No
     """
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    w, c = norm._parameters.get("weight"), norm._parameters.get("bias")
+    parameters = own_parameters(norm)
+    w, c = parameters.get("weight"), parameters.get("bias")
     key = (x.shape, x.dtype, f.dtype, x.device, eps, type(norm), norm.eps, None if w is None else w.dtype,
            None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast, check)
     plan = _norm_plans.get(key)
