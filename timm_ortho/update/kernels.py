@@ -223,7 +223,7 @@ def _update_kernel(
     n = xx + tl.full([], eps, ACC)
     s = xf / n
     if sums_ptr is not None:  # a mask, because a branch on the piece makes the kernel four times slower
-        first_piece = valid & (piece == 0)
+        first_piece = valid & (p + piece == p)  # Triton 3.9 cannot interpret a scalar condition here
         tl.store(sums_ptr + projection + p, s, mask=first_piece)
         tl.store(sums_ptr + projections + projection + p, n, mask=first_piece)
     a_value = _weight(a, a_ptr, ACC)
@@ -279,7 +279,7 @@ def _gradients_kernel(
             x_ptr, kept_ptr, g_ptr, p, valid, width, inner, part,
             False, FOR_WEIGHTS, ROWS, BLOCK_P, BLOCK_W, ACC)
     if FOR_WEIGHTS:
-        first_piece = valid & (piece == 0)
+        first_piece = valid & (p + piece == p)
         tl.store(products_ptr + projection + p, xg, mask=first_piece)
         tl.store(products_ptr + projections + projection + p, fg, mask=first_piece)
     t = (xg / n)[:, None]
