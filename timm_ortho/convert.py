@@ -242,7 +242,7 @@ def connect(
         for made in connections.values():
             made.connect_arguments = call
             if block.spec:
-                made.routed, made.depth = True, block.spec.depth
+                made.routed, made.depth, made.causal = True, block.spec.depth, block.spec.causal is None
         converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):

@@ -17,6 +17,9 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
     x = self.connection_mlp(x, self.mlp(normed))
 
+A method with an argument ``is_causal`` begins with a check: if the argument is True, connections with one projection
+for all tokens raise an error.
+
 TorchScript cannot pass a module. In the last example, the subclass therefore also contains the two plain calls, after
 ``if torch.jit.is_scripting():``.
 
@@ -161,6 +164,10 @@ class Route:
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
                 f"{count} ({matched}){reached}{router.problem}{hint}")
+        if router.calls and "is_causal" in inspect.signature(self.method).parameters:
+            names = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
+            check = ["if is_causal is True:", *(f"    {name}.refuse_causal()" for name in names)]  # FX passes a proxy
+            self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
         self.branch_first = router.branch_first
         self._paths = router.paths
         self.with_norm: Dict[str, str] = {}
