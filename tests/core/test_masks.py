@@ -190,8 +190,8 @@ READS_ONLY[:7, 7] = False  # the last token reads all tokens, and only itself re
 
 
 @pytest.mark.parametrize("mask", [
-    torch.ones(8, 8).bool(), KEYS, SQUARE, KEYS[-1:], SQUARE[-1:], torch.eye(8).bool(), LOWER | LOWER.t(),
-    LOWER.triu(-2) & LOWER.triu(-2).t() | LOWER[:, :1], READS_ONLY, ~LOWER,
+    torch.ones(8, 8).bool(), KEYS, SQUARE, KEYS[-1:].expand(-1, -1, 8, 8), SQUARE[-1:], torch.eye(8).bool(),
+    LOWER | LOWER.t(), LOWER.triu(-2) & LOWER.triu(-2).t() | LOWER[:, :1], READS_ONLY, ~LOWER,
 ], ids=["nothing", "keys", "square", "one token", "one token, square", "diagonal", "all", "first", "reads only",
         "upper triangle"])
 def test_other_masks_are_not_causal(mask):
