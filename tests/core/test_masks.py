@@ -247,7 +247,8 @@ def test_padding_changes_no_random_draw():
 def test_torchscript_and_fx_take_any_mask():
     x, f = batch(padding=2.0)
     connection = create_connection("global").double()
-    for compiled in (torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
+    traced = torch.fx.symbolic_trace(connection)
+    for compiled in (torch.jit.script(connection), traced, torch.fx.symbolic_trace(traced)):
         for mask in (None, SQUARE, additive(SQUARE, -torch.inf), OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float()):
             torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
             assert mask is None or not compiled(x, f, mask)[~OF_SAMPLES].any()

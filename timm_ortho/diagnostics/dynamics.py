@@ -162,8 +162,8 @@ class Recorder:
     the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read. Reading takes one
     transfer for each recorded step. In distributed training, each process records its share of the batch.
 
-    The first recorded pass that calls no connection of some blocks raises a warning: these blocks may have computed their
-    additions in other code.
+    The first recorded pass that calls no connection of some blocks raises a warning: these blocks may have computed
+    their additions in other code.
 
     Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls such a model once in
     eager mode, without gradients, and restores random state and buffers. Create the recorder before the model's first
