@@ -147,6 +147,8 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps)
     if name == "torch":
         if needs_gradient:
+            if x is f:  # the compiler of torch 2.11 halves the gradient of a tensor that is passed twice; 2.14 breaks
+                f = f.view_as(f)
             return TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)[0]
         return update(x, f, a, b, dims, eps, False)[0]
     return by_kernels(_kernels().plan_of(x, f, tuple(dims), eps, a, b, keep_branch, backend), x, f, a, b)
