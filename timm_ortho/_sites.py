@@ -45,7 +45,7 @@ def sites(model: nn.Module) -> List[Site]:
     """
     connections = [
         (name, block, attribute, connection) for name, block in named_outside(model)
-        for attribute, connection in block.named_children() if isinstance(connection, Connection)
+        for attribute, child in block.named_children() if (connection := connection_in(attribute, child)) is not None
     ]
     unused = {}
     for name, block, attribute, connection in connections:
@@ -62,15 +62,36 @@ def sites(model: nn.Module) -> List[Site]:
             stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
-        Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
-        for layer, (name, _, attribute, connection) in zip(layers, connections, strict=True)
+        Site(layer, attribute.removeprefix("connection_"),
+             ".".join(filter(None, (name, attribute, _path(block.get_submodule(attribute), connection)))), connection)
+        for layer, (name, block, attribute, connection) in zip(layers, connections, strict=True)
     ]
 
 
 def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """Yield ``model.named_modules()`` without connections and the modules inside them."""
-    inside = {inner for module in model.modules() if isinstance(module, Connection) for inner in module.modules()}
+    """Yield ``model.named_modules()`` without connections, wrappers of connections and the modules inside them."""
+    inside = {inner for module in model.modules() for name, child in module.named_children()
+              if connection_in(name, child) is not None for inner in child.modules()}
     return model.named_modules(inside)
+
+
+def connection_in(attribute: str, child: Optional[nn.Module]) -> Optional[Connection]:
+    """Return the connection that a child of a block is or wraps; None for any other child.
+
+    PEFT's ``modules_to_save``, for example, replaces a connection by a wrapper with the original and a trained copy.
+    """
+    if isinstance(child, Connection):
+        return child
+    if child is None or not (attribute.startswith("connection_")
+                             or isinstance(getattr(child, "original_module", None), Connection)):
+        return None
+    inner = [module for module in child.modules() if isinstance(module, Connection)]
+    active = getattr(getattr(child, "with_norm", None), "__self__", None)  # a wrapper passes on the attribute
+    return active if active in inner else inner[-1] if inner else None
+
+
+def _path(wrapper: nn.Module, connection: Connection) -> str:
+    return next(name for name, module in wrapper.named_modules() if module is connection)
 
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:

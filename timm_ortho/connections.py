@@ -34,7 +34,7 @@ from ._bytecode import uses
 from ._checks import check_count, check_eps, check_prob, check_weight, known_name
 from ._compat import has_hooks
 from .functional import KEEPS, checked_update, update_with_norm
-from .masks import MASK_LAYOUTS, real_tokens
+from .masks import CAUSAL_MASK, MASK_LAYOUTS, real_tokens
 from .update.backend import kernels_for
 from .update.formula import Weight, plain_update
 
@@ -63,6 +63,7 @@ class Connection(nn.Module):
             contains it.
         tokens_apart, in_place: See :func:`create_connection`.
         depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
+        causal: Whether causal attention is allowed, although one projection covers all tokens.
 
     Example:
         >>> class Half(Connection):
@@ -90,6 +91,7 @@ class Connection(nn.Module):
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
         self.mask_layout = ""
+        self.causal = False
         self.connect_arguments = {}  # type: Dict[str, Any]
         self.name = type(self).__name__
 
@@ -114,11 +116,19 @@ class Connection(nn.Module):
             return self._join_groups(x, f, parallel, orthogonal)
         mask: Optional[Tensor] = None
         if attn_mask is not None and self.dims is None:
-            mask = real_tokens(attn_mask, x, self.mask_layout)
+            mask = real_tokens(attn_mask, x, self.mask_layout, self.causal)
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
             return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep == "branch")
+
+    def refuse_causal(self) -> None:
+        """Raise ValueError if one projection covers all tokens. Blocks call this if their attention is causal."""
+        if self.dims is None and not self.causal:
+            if torch.jit.is_scripting():
+                raise ValueError("one projection for all tokens, but the attention is causal")
+            else:
+                raise ValueError(CAUSAL_MASK)
 
     def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
         """Return the result of :meth:`join` with one projection per group of channels. ``x`` is already P x."""

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
 from ._compat import is_sharded, named_children
-from ._sites import is_unused, layer_name, layers_of, named_outside, sites
+from ._sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
 from .arguments import keep_in_config
 from .blocks import (
     BlockSpec,
@@ -68,7 +68,8 @@ class _Block(NamedTuple):
     def details(self) -> dict[str, dict[str, Any]]:
         """Return the arguments of :func:`create_connection` that depend on the block, for each attribute."""
         if self.spec is None:
-            return {attribute: _details(getattr(self.module, attribute)) for attribute in self.sites}
+            return {attribute: _details(connection) for attribute in self.sites
+                    if (connection := connection_in(attribute, getattr(self.module, attribute)))}
         dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
         shared = dict(in_place=self.spec.keep == "branch", tokens_apart=self.spec.tokens_apart,
                       mask_layout=self.spec.mask_layout)
@@ -231,7 +232,12 @@ def connect(
         module = block.module
         own = _own(module) if block.spec else ()
         for name in connections:
-            if name in own or not isinstance(getattr(module, name, None), (Connection, type(None))):
+            present = getattr(module, name, None)
+            if present is not None and not isinstance(present, Connection) and connection_in(name, present):
+                raise ValueError(f"{block.label} ({type(module).__name__}) has a {type(present).__name__} around its "
+                                 f"connection {name}: remove the wrapper first, for example by merge_and_unload of "
+                                 "PEFT, then connect. The model is unchanged.")
+            if name in own or not isinstance(present, (Connection, type(None))):
                 raise ValueError(f"{block.label} ({type(module).__name__}) already has an attribute {name}, the name "
                                  "of its connection: rename the attribute, or register its class with another kind. "
                                  "The model is unchanged.")
@@ -242,7 +248,7 @@ def connect(
         for made in connections.values():
             made.connect_arguments = call
             if block.spec:
-                made.routed, made.depth = True, block.spec.depth
+                made.routed, made.depth, made.causal = True, block.spec.depth, block.spec.causal is None
         converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
@@ -372,14 +378,15 @@ def _added(module: nn.Module) -> set[str]:
     spec = spec_of(module)
     of_class = spec.sites.values() if spec else ()
     return {name for name, child in named_children(module)
-            if isinstance(child, Connection) and (child.routed or name in of_class)}
+            if (connection := connection_in(name, child)) and (connection.routed or name in of_class)}
 
 
 def _own(module: nn.Module) -> dict[str, str]:
     """Return the kinds of the connections that a module's own code contains, by attribute."""
     added = _added(module)
     return {name: name.removeprefix("connection_") for name, child in named_children(module)
-            if isinstance(child, Connection) and name not in added and not is_unused(module, name, child)}
+            if (connection := connection_in(name, child)) and name not in added
+            and not is_unused(module, name, connection)}
 
 
 def _remove_unused(blocks: Iterable[nn.Module]) -> None:
@@ -413,7 +420,7 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has an instance attribute "
             "forward, which hides the method of its class: remove it first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
-    replaced = [child for child in block.children() if isinstance(child, Connection)]
+    replaced = [connection for name, child in block.named_children() if (connection := connection_in(name, child))]
     grows, shrinks = (any(parameter.requires_grad for connection in these for parameter in connection.parameters())
                       for these in (connections, replaced))
     if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))) or (

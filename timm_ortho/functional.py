@@ -125,11 +125,8 @@ def checked_update(
         plan = cached_plan(x, f, dims, eps, a, b, keep_branch, backend)
         if plan is not None:  # earlier tensors with these shapes, strides and dtypes passed the following checks
             return by_kernels(plan, x, f, a, b)
-    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
-        # The proxy's __torch_function__ records one call of plain_update. handle_torch_function would first call active
-        # torch-function modes, which record each operation inside plain_update.
-        proxy = f if isinstance(x, Tensor) else x
-        return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
+    if not (isinstance(x, Tensor) and isinstance(f, Tensor)) and has_torch_function_variadic(x, f):  # FX proxies
+        return plain_update(x, f, a, b, dims, eps, mask)
     if x.is_nested or f.is_nested:
         return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
     ndim = x.dim()
@@ -150,6 +147,8 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps)
     if name == "torch":
         if needs_gradient:
+            if x is f:  # the compiler of torch 2.11 halves the gradient of a tensor that is passed twice; 2.14 breaks
+                f = f.view_as(f)
             y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
             return y if isinstance(y, Tensor) else y[0]
         return update(x, f, a, b, dims, eps, False)[0]

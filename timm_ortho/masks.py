@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from ._compat import is_observed
+
+CAUSAL_MASK = (
+    "a connection has one projection for all tokens of a sample, but the attention is causal: each token would depend "
+    "on later tokens. Use the connection 'feature' or 'hybrid'")
 MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
 
 
-def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Optional[Tensor]:
+def real_tokens(
+        attn_mask: Optional[Tensor], x: Tensor, layout: str = "", causal: bool = True) -> Optional[Tensor]:
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
@@ -36,13 +42,15 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
         layout: Selects the reading of an ambiguous shape. With ``"scores"``, masks ``[N, N]``, ``[1, N]`` and
             ``[heads, N, N]`` are read as ``scaled_dot_product_attention`` reads them. With ``"keys"``, a mask
             ``[B, N]`` is read as flash attention reads it.
+        causal: Whether causal masks are allowed. In compiled, exported and scripted code, they are always allowed,
+            because the values of the mask are unknown.
 
     Returns:
         Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the mask covers the
         keys of another stream.
 
     Raises:
-        ValueError: The shape is unsupported, or ambiguous without a ``layout``.
+        ValueError: The shape is unsupported, or ambiguous without a ``layout``, or the mask is causal.
 
     Example:
         >>> real_tokens(torch.tensor([[[[True, True, False]]]]), torch.zeros(1, 3, 8)).flatten()
@@ -53,8 +61,10 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     if not torch.jit.is_scripting():
         if has_torch_function_variadic(attn_mask, x):
             if type(attn_mask).__name__ == "CausalBias":  # every token attends to itself: no padding
+                if not causal:
+                    raise ValueError(CAUSAL_MASK)
                 return None
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX records this call
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout, causal)  # FX records it
         if not isinstance(attn_mask, Tensor):
             attn_mask = _evaluated(attn_mask, x)
     if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
@@ -72,7 +82,21 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
         return allowed.unsqueeze(-1)
     while allowed.dim() < 4:
         allowed = allowed.unsqueeze(0)
-    return allowed.any(2).any(1).unsqueeze(-1)
+    real = allowed.any(2).any(1).unsqueeze(-1)
+    if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
+        if not causal and not is_observed(attn_mask, x) and _is_causal(allowed, real):
+            raise ValueError(CAUSAL_MASK)
+    return real
+
+
+def _is_causal(allowed: Tensor, real: Tensor) -> bool:
+    """Return whether real tokens attend to earlier tokens, and no token attends to a later token.
+
+    Queries that are padding do not count: they may attend to the only real token of a sample.
+    """
+    if allowed.shape[-2] != allowed.shape[-1] or bool(allowed.triu(1).any()):
+        return False
+    return bool((allowed & real.unsqueeze(1)).tril(-1).any())
 
 
 def _evaluated(mask: Any, x: Tensor) -> Tensor:

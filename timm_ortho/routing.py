@@ -17,6 +17,9 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
     x = self.connection_mlp(x, self.mlp(normed))
 
+A method with an argument ``is_causal`` begins with a check: if the argument is True, connections with one projection
+for all tokens raise an error.
+
 TorchScript cannot pass a module. In the last example, the subclass therefore also contains the two plain calls, after
 ``if torch.jit.is_scripting():``.
 
@@ -34,7 +37,7 @@ import inspect
 import linecache
 import re
 from types import CodeType, FunctionType
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
 
 import torch
 
@@ -95,6 +98,14 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     return ast.Module(cast(ast.If, tree.body[0]).body, type_ignores=[])
 
 
+def bypass_of(block: type, method: str) -> str:
+    """Return when ``forward`` does not use another method of the block, as :attr:`Route.bypass` describes it."""
+    forward = inspect.unwrap(cast(Any, block).forward)
+    local = _locals(forward.__code__) - {forward.__code__.co_varnames[0]}
+    bypass = _Bypass(lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), local, False)
+    return bypass.of(syntax_tree(forward))
+
+
 class Route:
     """The additions of one method of a block class, and the conditions under which a call reaches them.
 
@@ -108,6 +119,9 @@ class Route:
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
+        bypass: Condition under which a call computes its result without one of the connections, as source code; an
+            empty string if there is no such condition. Conditions that depend only on the configuration of a block do
+            not count, and neither do calls that return the stream unchanged.
         with_norm: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
             of this norm. Both are computed in one call. If an addition is on both sides of an ``if``, one side
             suffices.
@@ -161,6 +175,12 @@ class Route:
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
                 f"{count} ({matched}){reached}{router.problem}{hint}")
+        if router.calls and "is_causal" in inspect.signature(self.method).parameters:
+            connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
+            check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
+            self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
+        calls = set(router.calls)
+        self.bypass = _Bypass(calls.__contains__, router.streams, router.local, sides_differ).of(self.tree)
         self.branch_first = router.branch_first
         self._paths = router.paths
         self.with_norm: Dict[str, str] = {}
@@ -329,12 +349,75 @@ class _Router(ast.NodeTransformer):
         """Return the conditions of the present path that depend only on the configuration of the block."""
         known = []
         for condition in self.conditions:
-            if not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # a call may be random
-                       or getattr(node, "id", None) in self.local or getattr(node, "attr", None) in _CHANGING
-                       for node in ast.walk(condition)):
-                expression = ast.fix_missing_locations(ast.Expression(condition))
-                known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
+            if not _is_fixed(condition, self.local):
+                continue
+            expression = ast.fix_missing_locations(ast.Expression(condition))
+            known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known
+
+
+class _Bypass:
+    """Find a condition under which a call leaves out a connection, such as ``self.training``.
+
+    The two sides of an ``if`` are compared. The statements after a side that returns belong to the other side.
+
+    Args:
+        is_call: Whether a node is the call of a connection.
+        streams: Source expressions of the stream.
+        local: Local names of the function.
+        sides_differ: Whether both sides of an ``if`` may have different numbers of calls, if each side has a call.
+    """
+
+    def __init__(
+            self, is_call: Callable[[ast.AST], bool], streams: Set[str], local: Set[str], sides_differ: bool) -> None:
+        self.is_call, self.streams, self.local, self.sides_differ = is_call, streams, local, sides_differ
+        self.assigned: Set[str] = set()
+        self.found = ""
+
+    def of(self, tree: ast.Module) -> str:
+        function = tree.body[0]
+        if isinstance(function, ast.FunctionDef):  # not a lambda
+            self.arguments = {argument.arg for argument in function.args.args[1:]}
+            self._count(function.body)
+        return self.found
+
+    def _count(self, nodes: Sequence[ast.AST]) -> int:
+        """Return the number of connections that a call reaches in these nodes, on the side with the most calls."""
+        count = 0
+        for index, node in enumerate(nodes):
+            if isinstance(node, ast.If):
+                then, otherwise, rest = node.body, node.orelse, list(nodes[index + 1:])
+                if _leaves(then):
+                    return count + self._count([node.test]) + self._larger(node.test, then, otherwise + rest)
+                if _leaves(otherwise):
+                    return count + self._count([node.test]) + self._larger(node.test, then + rest, otherwise)
+                count += self._count([node.test]) + self._larger(node.test, then, otherwise)
+            elif isinstance(node, ast.IfExp):
+                count += self._larger(node.test, [node.body], [node.orelse])
+            else:
+                count += self.is_call(node) + self._count(list(ast.iter_child_nodes(node)))
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.assigned.add(node.id)
+        return count
+
+    def _larger(self, test: ast.expr, then: Sequence[ast.AST], otherwise: Sequence[ast.AST]) -> int:
+        changes = [self._changes(side) for side in (then, otherwise)]
+        counts = [self._count(side) for side in (then, otherwise)]
+        fewer = counts.index(min(counts))
+        may_differ = self.sides_differ and min(counts) > 0
+        if counts[0] != counts[1] and changes[fewer] and not may_differ and not _is_fixed(test, self.local):
+            self.found = self.found or ast.unparse(_negated(test) if fewer else test)
+        return max(counts)
+
+    def _changes(self, side: Sequence[ast.AST]) -> bool:
+        """Return whether one side of an ``if`` changes the stream other than by connections, and does not raise."""
+        return not (side and isinstance(side[-1], ast.Raise)) and not all(map(self._keeps, side))
+
+    def _keeps(self, node: ast.AST) -> bool:
+        """Return whether a statement assigns or returns the stream or the sum, or an expression is one of them."""
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)) else node
+        return value is None or isinstance(value, ast.Pass) or self.is_call(value) or (
+            ast.unparse(value) in self.streams | (self.arguments - self.assigned))
 
 
 class _Norms:
@@ -441,6 +524,13 @@ def _locals(code: CodeType) -> Set[str]:
     return {*code.co_varnames, *code.co_cellvars}.union(*inner)
 
 
+def _is_fixed(condition: ast.expr, local: Set[str]) -> bool:
+    """Return whether a condition depends only on the configuration of the block."""
+    return not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # a call may be random
+                   or getattr(node, "id", None) in local or getattr(node, "attr", None) in _CHANGING
+                   for node in ast.walk(condition))
+
+
 def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any]) -> bool:
     try:
         return bool(eval(condition, namespace, own))
@@ -450,7 +540,9 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
 
 def _leaves(statements: Sequence[ast.AST]) -> bool:
     """Return whether these statements end with a return or raise."""
-    return bool(statements) and isinstance(statements[-1], (ast.Return, ast.Raise))
+    last = statements[-1] if statements else None
+    return isinstance(last, (ast.Return, ast.Raise)) or (
+        isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse))
 
 
 def _negated(test: ast.expr) -> ast.expr:

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from helpers.own_block import MyBlock, tokens
+from helpers.small_models import host
 from torch import nn
 
 import timm_ortho
@@ -23,7 +24,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.blocks import routed, tables
+from timm_ortho.blocks import routed, specs, tables
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -131,6 +132,154 @@ def test_a_block_of_a_script_is_sent_to_a_spawned_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
     assert done.stdout == "1 torch.Size([1, 8])\n", done.stderr
+
+
+class Bypassing(MyBlock):
+    """A block with a path that each subclass defines."""
+
+    keep, drop = 0.5, 0.1
+
+    def helper(self, x):
+        return x + self.f(x)
+
+    def ends(self, x):
+        return x + self.f(x)
+
+
+class Indexed(Bypassing):
+    """Like DINOv2's blocks, linear in training with stochastic depth."""
+
+    def forward(self, x):
+        if self.training and self.drop > 0.1:
+            x = torch.index_add(x, 0, torch.arange(len(x)), self.f(x))
+        elif self.training:
+            x = x + self.f(x)
+        else:
+            x = x + self.f(x)
+        return x
+
+
+class Returned(Bypassing):
+    def forward(self, x):
+        if self.training:
+            return torch.index_add(x, 0, torch.arange(len(x)), self.f(x))
+        return x + self.f(x)
+
+
+class Evaluated(Bypassing):
+    def forward(self, x):
+        f = self.f(x)
+        if not self.training:
+            return torch.add(x, f)
+        x = x + f
+        return x
+
+
+class Where(Bypassing):
+    def forward(self, x, keep=None):
+        f = self.f(x)
+        return x + f if keep is None else torch.where(keep, torch.add(x, f), x)
+
+
+class Helped(Bypassing):
+    def forward(self, x):
+        if torch.rand(()) < self.keep:
+            x = self.helper(x)
+        else:
+            x = x + self.f(x)
+        return x
+
+
+class SecondOnly(Bypassing):
+    def forward(self, x):
+        x = x + self.f(x)
+        if self.training:
+            return torch.add(x, self.g(x))
+        return x + self.g(x)
+
+
+class Elsewhere(Bypassing):
+    def forward(self, x):
+        return self.helper(x)
+
+
+class EndsInEvaluation(Bypassing):
+    def forward(self, x):
+        return self.helper(x) if self.training else self.ends(x)
+
+
+@pytest.mark.parametrize(("block", "when", "arguments"), [
+    (Indexed, "forward bypasses an addition if self.training and self.drop > 0.1", {}),
+    (Returned, "forward bypasses an addition if self.training", {}),
+    (Evaluated, "forward bypasses an addition if not self.training", {}),
+    (Where, "forward bypasses an addition if not keep is None", {}),
+    (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
+    (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
+    (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
+    (EndsInEvaluation, "forward bypasses an addition if self.training", dict(method="ends")),
+])
+def test_calls_must_not_bypass_the_additions(block, when, arguments):
+    arguments = {"stream": "x", "kinds": ("mlp",), **arguments}
+    with pytest.raises(RoutingError) as error:
+        timm_ortho.register_block(block, **arguments)
+    assert f": {when}: " in str(error.value), error.value
+    assert str(error.value).endswith("or pass bypass=True if these calls are meant to ignore the connections")
+    assert tables.spec_of_class(block) is None
+    timm_ortho.register_block(block, bypass=True, **arguments)
+
+
+class Dropped(Bypassing):
+    """A block that training may skip."""
+
+    def forward(self, x):
+        if self.training and torch.rand(()) < self.drop:
+            return x
+        if x.ndim != 3:
+            raise ValueError("not tokens")
+        shortcut = x
+        if self.keep:
+            x = shortcut + self.f(x)
+        return x
+
+
+class Optional(Bypassing):
+    def forward(self, x, shortcut=None):
+        f = self.f(x)
+        if shortcut is not None:
+            f = f + shortcut
+        else:
+            f = f + x
+        return f
+
+
+class Called(Bypassing):
+    def outer(self, x):
+        return self.ends(x)
+
+    def forward(self, x):
+        if self.drop:
+            return self.outer(self.norm(x))
+        return self.outer(x)
+
+
+class Configured(Bypassing):
+    def forward(self, x):
+        if self.drop is None:
+            return self.g(x)
+        return x + self.f(x)
+
+
+@pytest.mark.parametrize(("block", "arguments"), [
+    (Configured, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
+    (Called, dict(stream="x", method="ends"))])
+def test_these_calls_bypass_no_addition(block, arguments):
+    timm_ortho.register_block(block, kinds=("mlp",), **arguments)
+
+
+def test_no_block_of_timm_bypasses_its_additions():
+    hosts = {spec: host(spec) for spec in specs("timm")}
+    assert {spec.name: bypass for spec, block in hosts.items()
+            if block and (bypass := routed.route(block, spec, spec.kinds).bypass)} == {}
 
 
 def test_one_layer_and_another_method():

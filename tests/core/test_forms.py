@@ -5,8 +5,11 @@ import pytest
 import timm
 import torch
 from helpers.half_connection import HalfConnection
+from torch.fx.experimental.optimization import optimize_for_inference
 
-from timm_ortho import CONNECTIONS, SKIPS, create_connection, create_skip
+from timm_ortho import CONNECTIONS, SKIPS, create_connection, create_skip, sites
+from timm_ortho.functional import plain_update
+from timm_ortho.skips.transforms import plain_skip
 
 
 def loaded_script(module, inputs):
@@ -16,10 +19,20 @@ def loaded_script(module, inputs):
     return torch.jit.load(buffer)
 
 
+def traced_twice(module, inputs=()):
+    """Trace the FX graph of a module again, as torch's fusion and quantization passes do."""
+    graph = torch.fx.symbolic_trace(module)
+    again = torch.fx.symbolic_trace(graph)
+    recorded = [[node.target for node in traced.graph.nodes if node.target in (plain_update, plain_skip)]
+                for traced in (graph, again)]
+    assert recorded[0] == recorded[1]
+    return again
+
+
 FORMS = {
     "TorchScript": loaded_script,
     "trace": torch.jit.trace,
-    "FX": lambda module, inputs: torch.fx.symbolic_trace(module),
+    "FX": traced_twice,
     "export": lambda module, inputs: torch.export.export(module, inputs).module(),
     "compile": lambda module, inputs: torch.compile(module, fullgraph=True, backend="aot_eager"),
     "inductor": lambda module, inputs: torch.compile(module, fullgraph=True),
@@ -93,3 +106,14 @@ def test_same_results(make, count, form):
     torch._dynamo.reset()
     torch.testing.assert_close(results(FORMS[form](module, inputs), inputs), results(module, inputs))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("arguments", [{}, dict(connection="hybrid", skip="orthogonal_tp")])
+def test_torch_optimizes_a_variant_for_inference(arguments):
+    """torch fuses convolutions and BatchNorm in a graph, and traces the result."""
+    variant, images = model("resnetv2_18_cifar_orthog", **arguments), torch.randn(2, 3, 32, 32)
+    variant = variant.float()
+    optimized = optimize_for_inference(variant)
+    names = [getattr(node.target, "__name__", "") for node in optimized.graph.nodes]
+    assert names.count("plain_update") == len(sites(variant))
+    torch.testing.assert_close(optimized(images), variant(images), rtol=1e-4, atol=1e-4)

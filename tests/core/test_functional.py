@@ -386,6 +386,24 @@ def test_compiled_code_keeps_a_few_numbers_per_projection(amp, memory_format):
     assert kept(functools.partial(plain_formula, dim=1)) - kept(torch.add) > 8 * 4 * projections
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", [{}, dict(parallel=0.3), dict(parallel=0.3, orthogonal=0.7)])
+def test_compiled_gradients_if_stream_and_branch_are_one_tensor(weights, backend):
+    """torch 2.11 halved the gradient of a tensor that is passed twice to an autograd function."""
+    x, _ = pair((2, 3, 4))
+    x.requires_grad_()
+    g = torch.randn_like(x)
+
+    def update(x):
+        return residual_update(x, x, **weights)
+
+    expected = torch.autograd.grad(update(x), x, g)
+    torch.testing.assert_close(  # y = (1 + a) x, apart from eps
+        expected[0], (1.0 + weights.get("parallel", 0.0)) * g, rtol=0, atol=1e-4)
+    compiled = torch.compile(update, fullgraph=True, backend=backend)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x, g), expected)
+
+
 # -------------------------------------------------------------------------------------------- nested tensors
 @pytest.mark.parametrize("keep", ["output", "branch"])
 def test_jagged_tensors_are_updated_token_by_token(keep):

@@ -87,6 +87,7 @@ def test_padding_in_masks_of_scores(allowed, form):
 def test_masks_without_padding_change_nothing(mask):
     assert real_tokens(mask, torch.zeros(4, 8, 6)).all()
     connection = create_connection("global")
+    connection.causal = True  # as in CLIP's text encoder
     x, f = batch(padding=1.0)
     assert torch.equal(connection(x, f, mask), connection(x, f))
 
@@ -170,6 +171,33 @@ def test_masks_of_flex_attention():
         assert real_tokens(causal_upper_left(8, 8), LONG, layout) is None
 
 
+LOWER = torch.ones(8, 8).bool().tril()
+
+
+@pytest.mark.parametrize("mask", [
+    LOWER, LOWER[None, None] & KEYS, LOWER & KEYS.flip(-1), LOWER.triu(-2)[None].expand(3, 8, 8),
+    additive(LOWER, -torch.inf), causal_upper_left(8, 8),
+    create_block_mask(lambda b, h, q, k: k <= q, 4, None, 8, 8, device="cpu"),
+], ids=["lower triangle", "padding", "padding on the left", "window", "additive", "CausalBias", "BlockMask"])
+def test_causal_masks_are_refused_where_a_token_must_not_depend_on_later_tokens(mask):
+    real_tokens(mask, LONG)
+    with pytest.raises(ValueError, match="the attention is causal: each token would depend on later tokens"):
+        real_tokens(mask, LONG, causal=False)
+
+
+READS_ONLY = torch.ones(8, 8).bool()
+READS_ONLY[:7, 7] = False  # the last token reads all tokens, and only itself reads it
+
+
+@pytest.mark.parametrize("mask", [
+    torch.ones(8, 8).bool(), KEYS, SQUARE, KEYS[-1:].expand(-1, -1, 8, 8), SQUARE[-1:], torch.eye(8).bool(),
+    LOWER | LOWER.t(), LOWER.triu(-2) & LOWER.triu(-2).t() | LOWER[:, :1], READS_ONLY, ~LOWER,
+], ids=["nothing", "keys", "square", "one token", "one token, square", "diagonal", "all", "first", "reads only",
+        "upper triangle"])
+def test_other_masks_are_not_causal(mask):
+    assert torch.equal(real_tokens(mask, LONG, causal=False), real_tokens(mask, LONG))
+
+
 def test_a_token_that_one_head_attends_to_is_real():
     halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # one mask per head
     assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
@@ -219,7 +247,8 @@ def test_padding_changes_no_random_draw():
 def test_torchscript_and_fx_take_any_mask():
     x, f = batch(padding=2.0)
     connection = create_connection("global").double()
-    for compiled in (torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
+    traced = torch.fx.symbolic_trace(connection)
+    for compiled in (torch.jit.script(connection), traced, torch.fx.symbolic_trace(traced)):
         for mask in (None, SQUARE, additive(SQUARE, -torch.inf), OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float()):
             torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
             assert mask is None or not compiled(x, f, mask)[~OF_SAMPLES].any()

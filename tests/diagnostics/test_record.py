@@ -420,3 +420,19 @@ def test_blocks_compiled_one_by_one_cause_a_warning():
     assert recorder.rows == []
     with pytest.warns(UserWarning, match="measured no connection: the model has no connections any more"):
         timm_ortho.disconnect(model)(images())
+
+
+def test_a_pass_that_calls_no_connection_of_a_block_causes_one_warning():
+    model = vit()
+    with timm_ortho.record(model, every=1):
+        model(images())
+    model.blocks[1].forward = lambda x: x + model.blocks[1].mlp(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same change, found in the source by timm_ortho.sites
+        recorder = timm_ortho.record(model, every=1)
+        with pytest.warns(UserWarning, match=r"of step 0 called no connection of 1 blocks \(the first is 'blocks.1'\)"):
+            model(images())
+    with recorder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(images())
+    assert {row["layer"] for row in recorder.rows} == {0}

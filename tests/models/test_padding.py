@@ -28,7 +28,7 @@ def test_blocks_pass_their_mask_to_their_connections():
         assert masks in ([], ["attn_mask"]), f"{spec.name} takes {masks}"
         routed = routed_class(block, spec)
         source = inspect.getsource(getattr(routed, spec.method, routed.forward))
-        calls = [line for line in source.splitlines() if "self.connection_" in line]
+        calls = [line for line in source.splitlines() if "self.connection_" in line and "refuse_causal" not in line]
         assert len(calls) >= len(spec.sites)
         assert all(line.endswith(", attn_mask=attn_mask)") == bool(masks) for line in calls), spec.name
         taking |= {spec.name} if masks else set()
@@ -185,7 +185,7 @@ def test_vit_as_naflex():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6])  # there are 6 tokens
-@pytest.mark.parametrize("mask", [torch.ones(6, 6).bool().tril(), torch.ones(6, 6).bool().tril()[None].expand(2, 6, 6)])
+@pytest.mark.parametrize("mask", [torch.ones(6, 6).bool().triu(), torch.ones(6, 6).bool().triu()[None].expand(2, 6, 6)])
 def test_connections_interpret_masks_as_timms_attention_does(batch, mask):
     """The meaning of masks [N, N] and [heads, N, N] does not depend on the batch size."""
     torch.manual_seed(0)
@@ -196,6 +196,38 @@ def test_connections_interpret_masks_as_timms_attention_does(batch, mask):
     with record(block, every=1) as recorder:
         block(x, attn_mask=mask)
     assert len(recorder.rows) == 2
+
+
+REFUSED = "one projection for all tokens of a sample, but the attention is causal"
+
+
+@pytest.mark.parametrize("causal", [dict(is_causal=True), dict(attn_mask=torch.ones(17, 17).bool().tril())])
+@pytest.mark.parametrize("method", ["forward", "forward_features", "forward_intermediates"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("vit_test", {}), ("eva02_tiny_patch14_224", dict(patch_size=2, img_size=8, depth=1, embed_dim=24, num_heads=2))])
+def test_global_refuses_causal_attention(name, options, method, causal):
+    model, images = timm.create_model(f"{name}_orthog", **options), torch.randn(2, 3, 8, 8)
+    call = getattr(model, method)
+    if not causal.keys() <= inspect.signature(call).parameters.keys():
+        pytest.skip(f"timm {timm.__version__} has no argument {', '.join(causal)}")
+    call(images)
+    with pytest.raises(ValueError, match=REFUSED):
+        call(images, **causal)
+    connect(model, "feature")
+    call(images, **causal)
+    if name == "vit_test":  # only the MLP of the last block projects over all tokens
+        connect(model, "global", layers=3, kinds="mlp")
+        with pytest.raises(ValueError, match=REFUSED):
+            call(images, **causal)
+
+
+@pytest.mark.skipif("is_causal" not in inspect.signature(Block.forward).parameters, reason="older timm")
+def test_compiled_and_scripted_blocks_refuse_causal_attention():
+    block, x = connect(Block(24, num_heads=2), "global"), torch.randn(2, 6, 24)
+    for form in (torch.compile(block, backend="eager"), torch.jit.script(block)):
+        torch.testing.assert_close(form(x), block(x))
+        with pytest.raises(Exception, match="attention is causal"):  # the compiler or TorchScript wraps the ValueError
+            form(x, is_causal=True)
 
 
 class Keeping(nn.Module):

@@ -116,3 +116,56 @@ def test_copies_after_a_step_with_a_recorder():
         one.train()(images)
     assert (recorder.step, len(recorded)) == (1, 1)  # copies are not recorded
     assert average.module.state_dict().keys() == model.state_dict().keys()
+
+
+def test_muon_updates_learned_connections_without_decay():
+    if "muon" not in timm.optim.list_optimizers():
+        pytest.skip(f"timm {timm.__version__} has no Muon")
+    model = vit(connection="hybrid")
+    optimizer = create_optimizer_v2(model, opt="muon", lr=1e-2, weight_decay=0.5)
+    decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decay[id(model.blocks[0].attn.qkv.weight)] == 0.5
+    learned = [parameter for site in timm_ortho.sites(model) for parameter in site.connection.parameters()]
+    assert {decay[id(parameter)] for parameter in learned} == {0.0}
+    before = [parameter.item() for parameter in learned]
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    changes = [abs(parameter.item() - value) for parameter, value in zip(learned, before, strict=True)]
+    assert all(0.0 < change < 1.01e-2 for change in changes)
+
+
+@pytest.mark.parametrize("name", ["LogitDistillationTask", "FeatureDistillationTask", "TokenDistillationTask"])
+def test_distillation(name):
+    task_class = getattr(pytest.importorskip("timm.task"), name)
+    arguments = dict(VIT, num_classes=5, connection="hybrid")
+    if name == "TokenDistillationTask":
+        student = timm.create_model("deit_tiny_distilled_patch16_224_ortho", **arguments)
+    else:
+        student = vit(connection="hybrid")
+    teacher = vit(connection="feature")
+    task = task_class(student, teacher, criterion=torch.nn.CrossEntropyLoss(), verbose=False)
+    task(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))["loss"].backward()
+    found = timm_ortho.sites(student)
+    assert len(found) == 6
+    assert all(site.connection.rho.grad.any() for site in found)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_pruned_blocks_keep_their_connections():
+    model = vit(connection_layers=[1, 2])
+    images = torch.randn(2, 3, 32, 32)
+    expected = model.forward_intermediates(images, indices=[1], intermediates_only=True)
+    assert model.prune_intermediate_layers([1], prune_norm=False) == [1]
+    assert [site.connection.name for site in timm_ortho.sites(model)] == ["linear"] * 2 + ["feature"] * 2
+    assert torch.equal(model.forward_intermediates(images, indices=[1], intermediates_only=True)[0], expected[0])
+    assert timm_ortho.connection_arguments(model)["layers"] == [1]
+
+
+@pytest.mark.parametrize("arguments", [{}, dict(connection="hybrid"), dict(skip="orthogonal_tp")])
+def test_a_model_made_on_the_meta_device(arguments):
+    expected, images = vit(**arguments).eval(), torch.randn(2, 3, 32, 32)
+    with torch.device("meta"):
+        model = vit(**arguments).eval()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu").load_state_dict(expected.state_dict())
+    assert torch.equal(model(images), expected(images))

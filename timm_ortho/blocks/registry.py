@@ -5,11 +5,13 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
 
+from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
+from ..routing import RoutingError, bypass_of
 from . import tables
 from .detection import calls_forward_of_base, looks_residual
-from .routed import host_class, routed_class, written_class
+from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec, last_width
 
 
@@ -25,6 +27,7 @@ def register_block(
         mask: str = "attn_mask",
         causal: Union[bool, str] = False,
         sides_differ: bool = False,
+        bypass: bool = False,
 ) -> type:
     """Register a class of residual blocks for :func:`timm_ortho.connect`.
 
@@ -56,6 +59,8 @@ def register_block(
             attribute is read from the block, or from the nearest module around the block that has the attribute.
         sides_differ: True if the two sides of an ``if`` have additions of different kinds, such as a parallel block on
             one side and a sequential block on the other side. ``kinds`` then names the additions of both sides.
+        bypass: True if some calls of the block are meant to compute their result without the additions, for example in
+            training. These calls do not use the connections.
 
     Returns:
         The class.
@@ -64,7 +69,8 @@ def register_block(
         TypeError: ``block`` is not a module class, or ``causal`` is neither a bool nor a string.
         ValueError: A value is invalid, or the class is already registered with different values.
         timm_ortho.RoutingError: The source of the method cannot be read, or does not contain the expected additions.
-            The message lists the additions that it contains.
+            The message lists the additions that it contains. Or ``bypass`` is False, and some calls do not reach the
+            additions.
 
     Example:
         >>> import torch, timm_ortho
@@ -119,8 +125,24 @@ def register_block(
         raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
                          "without registering it again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
+    if not bypass:
+        _check_bypass(cast(type, block), spec)
     tables.SPECS[name], tables.REGISTERED[name] = spec, block
     return block
+
+
+def _check_bypass(block: type, spec: BlockSpec) -> None:
+    """Raise RoutingError if some calls of a block compute their result without its additions."""
+    meant = "or pass bypass=True if these calls are meant to ignore the connections"
+    if not reaches(block, "forward", spec.method, nn.Module):
+        raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
+                           f"the method that forward calls, {meant}")
+    method, when = spec.method, route(block, spec, spec.kinds).bypass
+    if not when and method != "forward":
+        method, when = "forward", bypass_of(block, spec.method)
+    if when:
+        raise RoutingError(f"{spec.name}: {method} bypasses an addition if {when}: write each residual addition as "
+                           f"x + f, {meant}")
 
 
 def not_residual(block: type, reason: str) -> type:

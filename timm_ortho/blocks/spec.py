@@ -55,7 +55,8 @@ class BlockSpec(NamedTuple):
             additions, or one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
             names an attribute with this value. The attribute is read from the block, or from the nearest module around
-            the block that has the attribute. If no module has it, the block counts as causal.
+            the block that has the attribute. If no module has it, the block counts as causal. None means that one
+            projection per sample is allowed even with a causal mask, for example in a text encoder.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index, and ``groups="heads"`` searches the whole layer for
             the number of heads. Blocks inside another block share its index without a depth. A depth is needed if the
@@ -81,7 +82,7 @@ class BlockSpec(NamedTuple):
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
     width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = last_width
-    causal: Union[bool, str] = False
+    causal: Union[bool, str, None] = False
     depth: int = 0
     sides_differ: bool = False
 
@@ -100,8 +101,8 @@ class BlockSpec(NamedTuple):
 
     def is_causal(self, around: Iterable[nn.Module]) -> bool:
         """Return whether a block is causal; ``around`` yields the block, then its parents, innermost first."""
-        if isinstance(self.causal, bool):
-            return self.causal
+        if self.causal is None or isinstance(self.causal, bool):
+            return bool(self.causal)
         for module in around:
             try:
                 return bool(attrgetter(self.causal)(module))

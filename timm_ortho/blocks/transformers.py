@@ -39,9 +39,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         dinov3_vit.DINOv3ViTLayer vit_msn.ViTMSNLayer vit_mae.ViTMAELayer ijepa.IJepaLayer segformer.SegformerLayer
         blip.BlipEncoderLayer""",
         "residual", _TRANSFORMER, _TOKENS),
-    *_blocks(  # image and text encoders
-        "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer",
-        "residual", _TRANSFORMER, _TOKENS),
+    *_blocks("siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer", "residual", _TRANSFORMER, _TOKENS),
+    *_blocks(  # image encoders, and text encoders with a causal mask
+        "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=None),
     *_blocks("audio_spectrogram_transformer.ASTLayer", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("swin.SwinLayer", ("shortcut", "residual"), _TRANSFORMER, _TOKENS),

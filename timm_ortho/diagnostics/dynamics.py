@@ -162,6 +162,9 @@ class Recorder:
     the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read. Reading takes one
     transfer for each recorded step. In distributed training, each process records its share of the batch.
 
+    The first recorded pass that calls no connection of some blocks raises a warning: these blocks may have computed
+    their additions in other code.
+
     Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls such a model once in
     eager mode, without gradients, and restores random state and buffers. Create the recorder before the model's first
     compiled pass. With ``fullgraph=True``, record the compiled model: a hook on the inner model would break
@@ -205,6 +208,7 @@ class Recorder:
         self._sink = sink
         self._rows: List[RecordedRow] = []
         self._unread: List[_Pass] = []
+        self._warned = False
         self._pass: Optional[_Pass] = None  # the current pass, if it is recorded
         self._hooks = ExitStack()  # hooks on the sites, during a recorded pass
         self._handles = [
@@ -278,6 +282,11 @@ class Recorder:
                       "before the recorder: create the recorder first, and compile the whole model" if done.sites else
                       "the model has no connections any more: call timm_ortho.connect(model, 'linear')")
             warnings.warn(f"timm_ortho.record measured no connection: {reason}", stacklevel=2)
+        elif done.unused and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the forward pass of step {done.step} called no connection of {len(done.unused)} blocks (the first is "
+                f"{done.unused[0]!r}). If it ran these blocks, their additions were linear", stacklevel=2)
         self._unread.append(done)
         if self._sink is not None:
             self._sink(self.drain())
@@ -313,6 +322,13 @@ class _Pass:
             learned = torch.stack(connection.in_use())
             means = torch.cat([means, learned.to(means)])
         self.means.setdefault(index, []).append(means)
+
+    @property
+    def unused(self) -> List[str]:
+        """Names of the blocks without a measured connection."""
+        blocks = [site.name.rpartition(".")[0] for site in self.sites]
+        used = {blocks[index] for index in self.means}
+        return [block for block in dict.fromkeys(blocks) if block not in used]
 
     def rows(self) -> List[RecordedRow]:
         means = {index: torch.stack(calls).mean(0) for index, calls in self.means.items()}

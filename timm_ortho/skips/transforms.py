@@ -60,6 +60,10 @@ def plain_skip(
         >>> plain_skip(torch.tensor([1.0, 2.0, 5.0, 6.0]), 0.0, 1.0, 2, [], -1)
         tensor([3., 4., 3., 4.])
     """
+    if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
+        if not isinstance(x, Tensor):  # FX records one call of this function
+            call = (x, own, mean, branches, matrices, dim, transposed)
+            return x.__torch_function__(plain_skip, (type(x),), call, {})
     dtype = accumulate_in(x.dtype)
     tensors = [torch.tensor(matrix, dtype=dtype, device=x.device) for matrix in matrices]
     return _transformed(x, own, mean, branches, tensors, dim, transposed)

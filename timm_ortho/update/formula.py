@@ -125,6 +125,13 @@ def plain_update(
         >>> torch.jit.script(plain_update)(x, f, 0.0, 1.0, [-1], 1e-6)
         tensor([3.6400, 3.5200])
     """
+    if not torch.jit.is_scripting():
+        proxy = f if isinstance(x, Tensor) else x
+        if not isinstance(proxy, Tensor):
+            # FX records one call of this function, also if it traces the recorded graph again. handle_torch_function
+            # would first call active torch-function modes, which record each operation of this function.
+            call = (x, f, parallel, orthogonal, dims, eps, mask)
+            return proxy.__torch_function__(plain_update, (type(proxy),), call, {})
     if mask is not None:
         x, f = without_padding(x, mask), without_padding(f, mask)
     return formula(x, f, parallel, orthogonal, list(range(1, x.dim())) if dims is None else dims, eps)[0]
