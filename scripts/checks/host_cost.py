@@ -22,14 +22,15 @@ os.environ["TRITON_INTERPRET"] = "1"  # lets the backend `triton` accept tensors
 import argparse
 import statistics
 import time
-from typing import Any, Callable, Dict, List, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 from torch import nn
 
 from timm_ortho import FeatureConnection
 from timm_ortho.functional import use_backend
-from timm_ortho.update import kernels
+from timm_ortho.update import backend, kernels, norm as norm_kernels
 
 WIDTH = 384
 RELATIVE_TO = {"connection": "add", "connection with norm": "add, norm"}
@@ -43,6 +44,23 @@ class NoLaunch(kernels.Launch):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.again = lambda *arguments: None
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Replace launches in plans that are made inside this context, and forget all plans."""
+    original = kernels.Launch
+
+    def use(launch: Any) -> None:
+        backend._plans.clear()
+        backend._norm_plans.clear()
+        kernels.Launch = norm_kernels.Launch = launch
+
+    use(NoLaunch)
+    try:
+        yield
+    finally:
+        use(original)
 
 
 def candidates() -> Dict[str, Callable[[], Sequence[torch.Tensor]]]:
@@ -85,14 +103,8 @@ def main(arguments: Sequence[str] = ()) -> Dict[str, float]:
     parser.add_argument("--repeats", type=int, default=30, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls in each repetition (default: %(default)s)")
     options = parser.parse_args(arguments or None)
-    original, kernels.Launch = kernels.Launch, NoLaunch
-    from timm_ortho.update import norm
-
-    norm.Launch = NoLaunch
-    try:
+    with without_launches():
         times = measure(options.repeats, options.calls)
-    finally:
-        kernels.Launch = norm.Launch = original
     ratios = {}
     print(f"{'forward and backward of':24}{'us':>8}{'ratio':>8}")
     for name, values in times.items():
