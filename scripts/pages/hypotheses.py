@@ -121,7 +121,7 @@ class Hypothesis:
             p: The adjusted p of the difference, or None if the differences of the seeds have no variance.
         """
         if not self.is_run:
-            return "not run yet"
+            return "unfinished"
         mean, significant = self.contrast.difference.mean, detected(p)
         if self.claims == "different" and significant:
             return "above zero" if mean > 0 else "below zero"

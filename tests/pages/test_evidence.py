@@ -183,7 +183,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, expected):
     run = hypotheses.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
-    assert (first["decision"], second["decision"]) == (expected, "not run yet")
+    assert (first["decision"], second["decision"]) == (expected, "unfinished")
     # Holm's adjustment covers two hypotheses, because H2, which has no runs, counts with p = 1.
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
@@ -478,7 +478,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "**confirmed**" in rows["C2"]
     assert "**not confirmed**" in rows["C3"]
     assert "| 2 |" in rows["C4"]
-    assert "not run yet" not in after
+    assert "unfinished" not in after
     (untested,) = [line for line in after.splitlines() if line.startswith("- **Not tested**")]
     assert not any(word in untested for word in ("C3", "C4", "width"))
     assert "width 384" not in after.partition("## Decided")[0]
