@@ -192,6 +192,32 @@ def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize("dim", [-1, 0, 1, None, (0, 2), (0, 1, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7), "learned"], ids=str)
+def test_samples_of_the_batch_are_compared(auto, monkeypatch, dim, weights):
+    """Two of five samples, or all of them if a projection sums over the batch."""
+    monkeypatch.setattr(backends, "_SAMPLE", 8)
+    x, f, g = tensors((5, 6, 4))
+    a, b = (torch.tensor(0.3, requires_grad=True), 0.7) if weights == "learned" else weights
+    kwargs = dict(dim=dim, parallel=a, orthogonal=b)
+    torch.testing.assert_close(auto(x, f, g, **kwargs), run("torch", x, f, g, **kwargs))
+    assert set(backends._agrees.values()) == {True}
+
+
+@needs_triton
+@pytest.mark.parametrize("sample", [0, -1])
+def test_the_first_and_the_last_sample_are_compared(auto, monkeypatch, sample):
+    def spoiled(results):
+        results[0][sample] += 0.1
+        return results
+
+    monkeypatch.setattr(backends, "_SAMPLE", 8)
+    sabotaged(monkeypatch, "update", spoiled)
+    with pytest.warns(RuntimeWarning, match="is inaccurate"):
+        auto(*tensors((9, 6, 4)))
+
+
+@needs_triton
 @pytest.mark.parametrize(("name", "direction"), [("update", "forward"), ("gradients", "backward")])
 @pytest.mark.parametrize("spoil", SABOTAGE.values(), ids=list(SABOTAGE))
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -147,6 +147,49 @@ def test_pieces_cover_a_row(width):
     assert tiles.pieces <= tiles.BLOCK_PIECES <= kernels.MOST_PIECES
 
 
+# ------------------------------------------------------------------------------------------- launches
+class MockKernel:
+    """A kernel that records how it is launched: compiled again ("jit"), or directly ("again")."""
+
+    def __init__(self):
+        self.pre_run_hooks, self.launches = [], []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launches.append(("jit", grid, args, options))
+            return self
+        return launch if len(grid) == 1 else lambda *args: self.launches.append(("again", grid, args))
+
+
+@needs_triton
+def test_a_compiled_kernel_is_launched_again_directly():
+    kernel, aligned = MockKernel(), torch.zeros(9)
+    launch = kernels.Launch(kernel, 7, (0.5, 3), 4, torch.device("cpu"))
+    for pointers in ((aligned, None), (aligned, None), (aligned[1:], None), (aligned, None)):
+        launch(*pointers)
+    assert [how for how, *_ in kernel.launches] == ["jit", "again", "jit", "again"]  # an address of 4 bytes more: jit
+    assert {grid for _, grid, *_ in kernel.launches} == {(7,), (7, 1, 1)}
+    assert all(args[1:] == (None, 0.5, 3) for _, _, args, *_ in kernel.launches)
+    kernel.pre_run_hooks.append(print)
+    launch(aligned, None)
+    assert kernel.launches[-1][0] == "jit"
+
+
+@needs_triton
+@pytest.mark.parametrize("reason", ["the interpreter", "an unknown release"])
+def test_kernels_that_cannot_be_launched_directly(reason, monkeypatch):
+    kernel = MockKernel()
+    if reason == "an unknown release":
+        monkeypatch.setattr(kernels, "TAKES_ALL_ARGUMENTS", False)
+    else:
+        kernel = type("Interpreted", (MockKernel,), {"__getitem__": lambda self, grid: lambda *args, **options: (
+            self.launches.append(("jit", grid, args, options)))})()
+    launch = kernels.Launch(kernel, 7, (), 4, torch.device("cpu"))
+    for _ in range(2):
+        launch(torch.zeros(4))
+    assert [how for how, *_ in kernel.launches] == ["jit", "jit"]
+
+
 # ---------------------------------------------------------------------------------------------- memory layout
 def nhwc(t):
     return t.contiguous(memory_format=torch.channels_last)
