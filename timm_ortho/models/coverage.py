@@ -71,7 +71,8 @@ def timm_modules() -> List[ModuleCoverage]:
             continue
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
         left_out = {name: known["left_out"].get(name, UNKNOWN) for name in names if name not in covered}
-        modules.append(ModuleCoverage(module, covered, left_out, known["with_norm"]))
+        with_norm = {name: sites for name, sites in known["with_norm"].items() if name in covered}
+        modules.append(ModuleCoverage(module, covered, left_out, with_norm))
     return modules
 
 
