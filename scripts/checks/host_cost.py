@@ -4,7 +4,7 @@
     python -m scripts.checks.host_cost
 
 Every launch of a Triton kernel is replaced by a function that does nothing, and the stream is so small that arithmetic
-takes no time. What remains is the time of the host: module calls, autograd, allocations, and the preparation of
+takes no time. The measured time is that of the host: module calls, autograd, allocations, and the preparation of
 launches. On a GPU this time is the limit for small models and small batches. The candidates are measured in turns. A
 ratio is the median over the repetitions of the ratio within one repetition.
 

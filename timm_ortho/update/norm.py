@@ -75,7 +75,7 @@ def _backward_kernel(
 ):
     """Store dL/dx, dL/df and, in ``parts [2, programs, width]``, dL/dw and dL/dc of this program's rows.
 
-    None instead of a pointer omits the result, or stands for a gradient dL/dy of zero.
+    A pointer that is None omits the result. If `grad_y_ptr` is None, dL/dy is zero.
     """
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_W)
