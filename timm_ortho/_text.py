@@ -13,7 +13,7 @@ _OTHER_WORDS = {  # words from the papers and other libraries -> names of this p
 def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
     """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
 
-    Similar words in ``_OTHER_WORDS`` count as the names that they stand for.
+    Similar words in ``_OTHER_WORDS`` count as the names that they replace.
 
     Args:
         name: The unknown name.

@@ -1,6 +1,6 @@
 """Read and write YAML. The package reads every YAML file here.
 
-A file of another person may contain eight levels of aliases that stand for billions of values. The package's own files
+A file of another person may contain eight levels of aliases that expand to billions of values. The package's own files
 contain no aliases, so files with aliases are refused.
 """
 from typing import Any, Iterator
@@ -55,5 +55,5 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """Return a value as YAML without aliases. ``options`` are those of ``yaml.dump``."""
+    """Return a value as YAML without aliases. ``options`` are passed to ``yaml.dump``."""
     return yaml.dump(value, Dumper=_Dumper, **options)

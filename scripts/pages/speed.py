@@ -3,7 +3,7 @@
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
 one commit. The tables of docs/speed.md contain all measured cases. If such a table has no rows from a CPU or none from
 a GPU, it lists default cases of `timm-ortho bench` for this kind of device as "not measured". README's table has only
-the default models. Rows from GPUs come first. `before_h200.csv` contains what was measured before the kernels were
+the default models. Rows from GPUs come first. `before_h200.csv` contains the measurements before the kernels were
 rewritten; docs/speed.md shows it in tables of its own.
 """
 import csv
@@ -104,7 +104,7 @@ def cost(row: BenchRow, metric: str) -> str:
 
 
 def before(old: Sequence[BenchRow]) -> str:
-    """Return the tables of what was measured before the kernels were rewritten."""
+    """Return the tables of measurements before the kernels were rewritten."""
     if not old:
         return NOT_MEASURED
     parts = [f"One {old[0]['device']}, {old[0]['date']}, commit {old[0]['commit']}."]

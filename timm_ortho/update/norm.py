@@ -147,7 +147,6 @@ class NormPlan(Plan):
         self.constants = (self.rows, tiles.width, centered, tiles.BLOCK_P, tiles.BLOCK_W, self.acc_in_triton)
         self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, self.rows)
         self.like_parts = x.new_empty(1, dtype=self.acc).expand(2, blocks, tiles.width)
-        self.of_y = Plan(x, f, (-1,), eps, 0.0, 1.0, False)  # for a backward pass without dL/dh
 
     def update(  # type: ignore[override]
             self, x: Tensor, f: Tensor, w: Optional[Tensor], c: Optional[Tensor], keep: bool = True,
@@ -260,8 +259,8 @@ class NormUpdate(torch.autograd.Function):
         x, y, w, sums = ctx.saved_tensors
         plan, (for_x, for_f, _, for_w, for_c) = ctx.plan, ctx.needs_input_grad
         grad_w = grad_c = None
-        if (grad_sums is not None or torch.is_grad_enabled() or is_intercepted()
-                or (grad_y is not None and is_batched(grad_y)) or (grad_h is not None and is_batched(grad_h))):
+        if (grad_h is None or grad_sums is not None or torch.is_grad_enabled() or is_intercepted()
+                or (grad_y is not None and is_batched(grad_y)) or is_batched(grad_h)):
             g = grad_y
             if grad_h is not None:
                 g = plan.through_norm(y, grad_y, grad_h, w)
@@ -270,10 +269,6 @@ class NormUpdate(torch.autograd.Function):
             grad_s = None if grad_sums is None else plan.statistics(grad_sums[:2])[0]
             grad_x, grad_f, _, _ = torch_gradients(
                 x, y, g, grad_s, s, n, 0.0, 1.0, [-1], plan.eps, True, plan.branch_dtype, (for_x, for_f, False, False))
-        elif grad_h is None:
-            if grad_y is None:
-                return None, None, None, None, None
-            grad_x, grad_f, _ = plan.of_y.backward(x, y, grad_y, sums[:2], None, None, (for_x, for_f, False))
         else:
             grad_x, grad_f, both = plan.backward(x, y, grad_y, grad_h, w, sums, (for_x, for_f, for_w or for_c))
             if both is not None:
