@@ -1,7 +1,7 @@
 """The orthogonal update (a = 0, b = 1) together with the LayerNorm or RMSNorm that follows it, in one Triton kernel.
 
 In a pre-norm block the sum goes straight into a norm. Both are limited by memory traffic and by launches, so one kernel
-computes them. With the equations of :mod:`timm_ortho.update.formula` and a norm with weight w, bias c and eps e::
+computes them. s is the coefficient of :mod:`timm_ortho.update.formula`, and the norm has weight w, bias c and eps e::
 
     y = f + (1 - s) x           m = mean(y)           r = 1 / sqrt(mean((y - m)^2) + e)
     z = (y - m) r               h = w z + c
