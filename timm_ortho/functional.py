@@ -70,8 +70,7 @@ def residual_update(
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
     ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function runs the
     operations of :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does
-    not compile keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]``, if ``dim`` is
-    the channel axis.
+    not compile keyword-only arguments.
 
     Args:
         x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64
@@ -94,8 +93,8 @@ def residual_update(
 
     Raises:
         ValueError: Shapes or devices differ, a dtype is not floating-point, ``dim`` does not exist, a weight is not a
-            scalar, ``eps`` is not positive and finite, ``mask`` is not boolean or does not broadcast, or ``keep`` or
-            ``backend`` is unknown.
+            scalar, ``eps`` is not positive and finite, ``mask`` is not boolean or does not broadcast, ``keep`` or
+            ``backend`` is unknown, or a tensor is nested.
         RuntimeError: The requested backend cannot run.
 
     Example:
@@ -128,7 +127,7 @@ def checked_update(
     if not (isinstance(x, Tensor) and isinstance(f, Tensor)) and has_torch_function_variadic(x, f):  # FX proxies
         return plain_update(x, f, a, b, dims, eps, mask)
     if x.is_nested or f.is_nested:
-        return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
+        raise ValueError("nested tensors are not supported: pass their packed tokens, x.values() and f.values()")
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
             or not x.is_floating_point() or not f.is_floating_point()):
@@ -204,22 +203,6 @@ def _norm_kernels() -> ModuleType:
     from .update import norm
 
     return norm
-
-
-def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
-    """Compute :func:`checked_update` for jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
-    if not x.layout == f.layout == torch.jagged:  # other nested tensors have no shape
-        raise ValueError(f"nested tensors must both have the layout torch.jagged, got x of layout {x.layout} and f of "
-                         f"layout {f.layout}: pass layout=torch.jagged to torch.nested.nested_tensor")
-    ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
-    channels = x.dim() - 1
-    if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
-        raise ValueError(
-            "nested tensors must have the same offsets, and one projection per token (dim=-1, connection 'feature' or "
-            f"'hybrid'), got x of shape {tuple(x.shape)}, f of shape {tuple(f.shape)}, dim={dims}; to project over "
-            "other axes, convert x and f to padded tensors (x.to_padded_tensor) and pass a mask")
-    y = checked_update(x.values(), f.values(), a, b, [-1], *args)
-    return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:

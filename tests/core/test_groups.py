@@ -100,15 +100,6 @@ def test_half_precision_is_rounded_once(dtype):
     assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() * 0.51 + 1e-6).all()
 
 
-def test_jagged_nested_tensors():
-    samples = [torch.randn(length, 12, 2, dtype=torch.float64) for length in (3, 1, 4)]
-    x = torch.nested.nested_tensor([sample[..., 0] for sample in samples], layout=torch.jagged)
-    f = torch.nested.nested_tensor_from_jagged(torch.cat([sample[..., 1] for sample in samples]), x.offsets())
-    y = create_connection("feature", eps=EPS, groups=3)(x, f)
-    for one, sample in zip(y.unbind(), samples, strict=True):
-        torch.testing.assert_close(one, looped(sample[..., 0], sample[..., 1], 3, -1))
-
-
 def test_padding_does_not_affect_real_tokens():
     x, f, _ = drawn((2, 5, 12))
     mask = torch.tensor([[True] * 5, [True, True, False, False, False]]).view(2, 1, 1, 5)
