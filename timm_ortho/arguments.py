@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Optional
 
 from torch import nn
 
-from ._sites import Site, sites
 from .blocks import host_class, reached, spec_of, written_class
 from .connections import CONNECTIONS, LinearConnection
+from .model_sites import Site, sites
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:

@@ -522,7 +522,7 @@ def _list_modules() -> int:
 def _describe(name: str, width: int) -> str:
     import timm
 
-    from ._sites import sites
+    from .model_sites import sites
 
     model = _model_on_meta(name)
     of_model = sites(model)

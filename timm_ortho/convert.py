@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
 from ._compat import is_sharded, named_children
-from ._sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
 from .arguments import keep_in_config
 from .blocks import (
     BlockSpec,
@@ -24,6 +23,7 @@ from .blocks import (
     written_class,
 )
 from .connections import Connection, create_connection
+from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
 from .skips import create_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

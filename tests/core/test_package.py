@@ -18,7 +18,7 @@ PAGES = PACKAGE.parent / "docs"
 
 LAYERS = [  # a file may import only from its own entry and later entries
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
-    "arguments", "skips", "_sites", "blocks", "routing", "connections", "masks", "functional", "update",
+    "arguments", "skips", "model_sites", "blocks", "routing", "connections", "masks", "functional", "update",
     "_bytecode", "_compat", "_checks", "_yaml", "_images", "_text",
 ]
 

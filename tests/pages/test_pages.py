@@ -14,7 +14,7 @@ import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import design, recipe
-from timm_ortho.models import arguments
+from timm_ortho.models.variant_arguments import VARIANT_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_readme_begins_with_the_most_frequent_error():
 
 def test_readme_has_every_argument_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| ([^|]+) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
-    assert {argument: of_connect for argument, of_connect, _ in rows} == arguments.VARIANT_ARGUMENTS
+    assert {argument: of_connect for argument, of_connect, _ in rows} == VARIANT_ARGUMENTS
     defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
     assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
     for argument, of_connect, text in rows[1:]:  # rows[0] is `connection`; its default depends on the variant

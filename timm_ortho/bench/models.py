@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from .._sites import sites
 from ..connections import LinearConnection
 from ..convert import connect
 from ..functional import choose_backend
+from ..model_sites import sites
 from .clock import Candidate, Group, compiled
 from .operator import PASTED
 from .options import DTYPES, MODEL_STEPS, Architecture, shape_label

@@ -6,9 +6,9 @@ import timm
 import torch
 
 from .._checks import known_name
-from .._sites import sites
 from .._text import did_you_mean, error_text
 from ..functional import choose_backend
+from ..model_sites import sites
 from ..models.meta import on_meta
 from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS

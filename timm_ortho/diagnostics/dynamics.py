@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat import compiled_model, functorch_is_active, is_compiled_in_place
-from .._sites import Site, sites as sites_of
 from ..connections import Connection, HybridConnection
 from ..functional import decompose
 from ..masks import real_tokens
+from ..model_sites import Site, sites as sites_of
 from ..update.formula import without_padding
 
 RecordedRow = Dict[str, Any]  # one site at one recorded step

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .._compat import named_children
 from .._images import data_config, opened
-from .._sites import Site, sites
 from .._text import aligned
 from ..blocks import spec_of, with_norm as norms_after
 from ..connections import is_orthogonal
+from ..model_sites import Site, sites
 from ..update.backend import has_kernels
 from .dynamics import SiteDynamics, record_dynamics
 

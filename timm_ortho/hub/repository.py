@@ -37,9 +37,9 @@ from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_client, check_repo_id, without_tokens
-from ..models.arguments import is_variant_argument, variant_argument
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
+from ..models.variant_arguments import is_variant_argument, variant_argument
 from ..runs.folders import check_options, class_names
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card

@@ -19,8 +19,8 @@ from ..convert import connect
 from ..diagnostics import record_if_requested
 from ..weights.checks import checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
-from .arguments import pop_connect_arguments
 from .names import SUFFIXES
+from .variant_arguments import pop_connect_arguments
 
 
 def create(

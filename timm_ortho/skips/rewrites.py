@@ -29,9 +29,9 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._sites import Site, sites
 from ..blocks import spec_of
 from ..connections import FeatureConnection, GlobalConnection, HybridConnection, LinearConnection
+from ..model_sites import Site, sites
 from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -23,12 +23,12 @@ from torch.utils.flop_counter import flop_registry
 
 from ... import bench
 from ..._compat import TorchDispatchMode
-from ..._sites import Site, sites
 from ...bench import report as bench_report
 from ...connections import CONNECTIONS, Connection
 from ...convert import connect
 from ...diagnostics.dynamics import evaluation
 from ...functional import decompose
+from ...model_sites import Site, sites
 from ...models.meta import on_meta
 from ...runs.provenance import device_name
 from .. import LabError

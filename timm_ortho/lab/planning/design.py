@@ -55,7 +55,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 from ..._text import file_name
 from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
-from ...models.arguments import VARIANT_ARGUMENTS
+from ...models.variant_arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
 from ..options import known_options
 from ..paper import architecture

@@ -27,10 +27,10 @@ from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatc
 from torch import nn
 
 from ..._images import data_config
-from ..._sites import sites
 from ..._text import error_text
 from ...diagnostics import record, record_dynamics
 from ...hub_client.errors import WeightsError
+from ...model_sites import sites
 from ...weights.files import load_checkpoint, load_weights
 from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes

@@ -20,9 +20,9 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from ..._images import data_config
-from ..._sites import sites
 from ..._text import error_text
 from ...hub_client.errors import WeightsError
+from ...model_sites import sites
 from ...models.names import is_variant
 from ...runs.folders import check_options, import_modules
 from ...runs.provenance import device_name, made_on
