@@ -1,14 +1,14 @@
-"""Return the arguments of ``connect`` that made a model's connections, and store them in transformers' configs."""
+"""Read the arguments of ``connect`` from a connected model, and store them in the configs of transformers' models."""
 import copy
 import sys
 import warnings
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 from torch import nn
 
 from .blocks import host_class, reached, spec_of, written_class
-from .connections import CONNECTIONS, LinearConnection
-from .model_sites import Site, sites
+from .connections import CONNECTIONS
+from .model_sites import sites
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
@@ -34,19 +34,24 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
             registered.
     """
     connected = sites(model)
-    calls = [getattr(site.connection, "connect_arguments", {}) for site in connected]
-    arguments = calls[0] if calls else {}
-    plain = _plain_block(model) if calls else None
+    if not connected:
+        return {}
+    plain = _plain_block(model)
     if plain is not None:
         raise ValueError(f"{plain} has no connections: connect the whole model with one call")
-    if not _reproduces(arguments, connected) and "layers" in arguments:
-        arguments = _of_part(arguments, connected)
-    if any(call != calls[0] for call in calls) or not _reproduces(arguments, connected):
+    calls = [site.connection.site.arguments for site in connected]
+    layers = sorted({site.layer for site in connected if site.connection.name != "linear"})
+    if any(call != calls[0] for call in calls) or (layers and not calls[0]):
         raise ValueError("the sites have different connections: connect the whole model with one call")
+    arguments = dict(calls[0])
+    if "layers" in arguments:  # if the model is a part of the connected model, its layers have other numbers
+        arguments["layers"] = layers
+    if not layers and arguments:
+        arguments = {"connection": "linear", **{name: arguments[name] for name in arguments if name.startswith("skip")}}
     if arguments and arguments["connection"] not in CONNECTIONS:
         raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
                          "store it: register it with timm_ortho.register_connection, and connect the model by its name")
-    return dict(arguments)
+    return arguments
 
 
 def _plain_block(model: nn.Module) -> Optional[str]:
@@ -57,36 +62,6 @@ def _plain_block(model: nn.Module) -> Optional[str]:
             if spec is not None and reached(module, spec):
                 return name or type(module).__name__
     return None
-
-
-def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether ``connect`` with these arguments would make exactly those sites linear that are linear now.
-
-    Also return False if ``layers`` contains a layer that has no site.
-    """
-    existing = {site.layer for site in connected}
-    return existing.issuperset(arguments.get("layers", ())) and all(
-        _is_linear(site) != (
-            arguments.get("connection", "linear") != "linear"
-            and site.layer in arguments.get("layers", [site.layer])
-            and site.kind in arguments.get("kinds", [site.kind]))
-        for site in connected)
-
-
-def _is_linear(site: Site) -> bool:
-    """Return whether a site's connection is ``linear``.
-
-    A LinearConnection that a block's own code creates has the name of its class, so the class is checked too.
-    """
-    return site.connection.name == "linear" or type(site.connection) is LinearConnection
-
-
-def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
-    """Return the arguments for a part of a larger, connected model, with ``layers`` numbered within this part."""
-    layers = sorted({site.layer for site in connected if not _is_linear(site)})
-    if layers:
-        return {**arguments, "layers": layers}
-    return {**{name: value for name, value in arguments.items() if name != "layers"}, "connection": "linear"}
 
 
 def keep_in_config(model: nn.Module) -> None:

@@ -25,6 +25,8 @@ P x. The class of the connection determines the weights a and b.
 """
 import inspect
 import math
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
@@ -41,6 +43,31 @@ from .update.formula import Weight, plain_update
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
 
 
+@dataclass(frozen=True)
+class SiteSpec:
+    """Description of the site of a connection in a model. :func:`timm_ortho.connect` makes it.
+
+    Attributes:
+        name: Name of the connection, see :attr:`Connection.name`.
+        arguments: Arguments of the call of ``connect``, see :func:`timm_ortho.connection_arguments`. All sites of the
+            call share one dict.
+        routed: Whether ``connect`` added the connection to its block; False if the block's own code contains it.
+        depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
+        tokens_apart: Whether ``global`` has one projection per token, see :class:`timm_ortho.blocks.BlockSpec`.
+        in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
+    """
+
+    name: str = ""
+    arguments: Dict[str, Any] = field(default_factory=dict)
+    routed: bool = False
+    depth: int = 0
+    tokens_apart: bool = False
+    in_place: bool = False
+
+
+NO_SITE = SiteSpec()
+
+
 class Connection(nn.Module):
     """Base class of connections.
 
@@ -55,15 +82,9 @@ class Connection(nn.Module):
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`timm_ortho.masks.real_tokens`.
-        connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
-            :func:`timm_ortho.connection_arguments`.
-        name: Name in :data:`CONNECTIONS`. Connections that are not registered have the name of their class or
-            function, or ``module.Name`` if a registered connection has this name.
-        routed: Whether :func:`timm_ortho.connect` added the connection to its block; False if the block's own code
-            contains it.
-        tokens_apart, in_place: See :func:`create_connection`.
-        depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
         causal: Whether causal attention is allowed, although one projection covers all tokens.
+        site: Description of the site, from :func:`timm_ortho.connect`; ``NO_SITE`` for a connection on its own.
+            ``forward`` must not read it, because TorchScript has no such type.
 
     Example:
         >>> class Half(Connection):
@@ -75,10 +96,8 @@ class Connection(nn.Module):
     """
 
     dims: Optional[List[int]]
-    routed = False
-    depth = 0
-    tokens_apart = False
-    in_place = False
+    site = NO_SITE
+    __jit_unused_properties__ = ("name",)
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
@@ -92,8 +111,15 @@ class Connection(nn.Module):
         self.branch_first = False
         self.mask_layout = ""
         self.causal = False
-        self.connect_arguments = {}  # type: Dict[str, Any]
-        self.name = type(self).__name__
+
+    @property
+    def name(self) -> str:
+        """Name in :data:`CONNECTIONS`.
+
+        Connections that are not registered have the name of their class or function, or ``module.Name`` if a registered
+        connection has this name.
+        """
+        return self.site.name or name_of(type(self))
 
     def carried(self, x: Tensor) -> Tensor:
         """Return ``P x``, the stream to which the branch output is added."""
@@ -312,6 +338,13 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "hybrid": HybridConnection,
 }
 _PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
+# Constructors check the arguments that they take. These checks are for arguments that a constructor does not take.
+_CHECKS: Dict[str, Callable[[Any], Any]] = {
+    "prob": check_prob,
+    "start": partial(known_name, "start", known=STARTS),
+    "keep": partial(known_name, "keep", known=KEEPS),
+    "groups": partial(check_count, "groups"),
+}
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
@@ -340,7 +373,7 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     known = CONNECTIONS.get(name, connection)
     names = [(cls.__module__, getattr(cls, "__qualname__", cls)) for cls in (known, connection)]
     if names[0] != names[1]:  # running a notebook cell again redefines the same class
-        raise ValueError(f"connection {name!r} already exists ({_name_of(known)}): choose another name")
+        raise ValueError(f"connection {name!r} already exists ({_class_name(known)}): choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
 
@@ -361,16 +394,15 @@ def create_connection(
         keep: str = "output",
         groups: int = 1,
         branch_first: bool = False,
-        tokens_apart: bool = False,
-        in_place: bool = False,
         mask_layout: str = "",
         skip: Optional[nn.Module] = None,
+        site: SiteSpec = NO_SITE,
         device: Any = None,
         dtype: Any = None,
 ) -> Connection:
     """Make a connection.
 
-    The values are checked. The class or function then receives only the arguments that it accepts.
+    The class or function receives only the arguments that it accepts.
 
     Args:
         connection: Name, class, or a function that returns an instance.
@@ -379,11 +411,9 @@ def create_connection(
             the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
             so that one set of arguments fits a comparison of several connections.
         branch_first: See :class:`Connection`.
-        tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
-            :class:`timm_ortho.blocks.BlockSpec`.
-        in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
         mask_layout: Layout of the block's attention masks, see :func:`timm_ortho.masks.real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
+        site: Description of the site, see :class:`Connection`.
         device, dtype: Device and dtype of the parameters.
 
     Returns:
@@ -398,25 +428,21 @@ def create_connection(
         FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
     make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
-    check_eps(eps)
-    check_prob(prob)
-    known_name("start", start, STARTS)
-    known_name("keep", keep, KEEPS)
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
-    check_count("groups", groups)
-    kept = "branch" if in_place else keep
+    kept = "branch" if site.in_place else keep
     arguments = dict(zip(_PASSED, (dim, eps, prob, start, kept, groups, device, dtype), strict=True))
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
     defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
-    for name in sorted(arguments.keys() - accepted - {"dim", "keep", "start", "device", "dtype"}):
-        if arguments[name] != defaults[name] and make is not LinearConnection:
+    for name in sorted(_CHECKS.keys() - accepted):
+        _CHECKS[name](arguments[name])
+        if name in ("prob", "groups") and arguments[name] != defaults[name] and make is not LinearConnection:
             others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
-            raise ValueError(f"{connection if isinstance(connection, str) else _name_of(make)} does not take the "
+            raise ValueError(f"{connection if isinstance(connection, str) else _class_name(make)} does not take the "
                              f"argument {name}: omit {name}, or choose {others}; your own connection needs this "
                              "argument in its constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
-        raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
+        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
     if "_modules" not in vars(made):
         raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
     signature = inspect.signature(made.forward)
@@ -425,30 +451,30 @@ def create_connection(
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
-    made.name = connection if isinstance(connection, str) else _unique_name(make)
-    made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
-    made.tokens_apart, made.in_place = tokens_apart, in_place
+    made.skip, made.branch_first, made.mask_layout, made.site = skip, branch_first, mask_layout, site
     cls = cast(type, type(made))
     if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
         raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
     if kept == "branch":  # a subclass may have no argument keep
         made.keep = kept
-    if tokens_apart and made.dims is None:
+    if site.tokens_apart and made.dims is None:
         made.dims = [dim]
     return made
 
 
-def _name_of(make: Any) -> str:
+def _class_name(make: Any) -> str:
     return getattr(make, "__name__", type(make).__name__)
 
 
-def _unique_name(make: Any) -> str:
+def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
     """Return the registered name of a class or function. If it has none, return a name that is not registered."""
+    if isinstance(connection, str):
+        return known_connection(connection)
     for name, registered in CONNECTIONS.items():
-        if registered is make:
+        if registered is connection:
             return name
-    name = _name_of(make)
-    return f"{make.__module__}.{name}" if name in CONNECTIONS else name
+    name = _class_name(connection)
+    return f"{connection.__module__}.{name}" if name in CONNECTIONS else name
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
@@ -459,12 +485,12 @@ def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
     parameters = dict(inspect.signature(make).parameters)
     missing = [name for name in ("dim", "eps") if name not in parameters]
     if missing:
-        raise ValueError(f"{_name_of(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
+        raise ValueError(f"{_class_name(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
                          f"{', '.join(missing)}")
     required = [name for name, parameter in parameters.items() if name not in _PASSED
                 and parameter.default is parameter.empty
                 and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
     if required:
-        raise ValueError(f"{_name_of(make)} must have defaults for its own arguments; without a default: "
+        raise ValueError(f"{_class_name(make)} must have defaults for its own arguments; without a default: "
                          f"{', '.join(required)}")
     return parameters

@@ -1,5 +1,6 @@
 """Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this."""
 import operator
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import repeat
@@ -22,7 +23,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, create_connection
+from .connections import Connection, SiteSpec, create_connection, name_of
 from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
 from .skips import create_skip
 
@@ -71,9 +72,9 @@ class _Block(NamedTuple):
             return {attribute: _details(connection) for attribute in self.sites
                     if (connection := connection_in(attribute, getattr(self.module, attribute)))}
         dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
-        shared = dict(in_place=self.spec.keep == "branch", tokens_apart=self.spec.tokens_apart,
-                      mask_layout=self.spec.mask_layout)
-        return {attribute: dict(dim=dims[kind], branch_first=first[kind], **shared)
+        site = SiteSpec(routed=True, depth=self.spec.depth, tokens_apart=self.spec.tokens_apart,
+                        in_place=self.spec.keep == "branch")
+        return {attribute: dict(dim=dims[kind], branch_first=first[kind], mask_layout=self.spec.mask_layout, site=site)
                 for attribute, kind in self.sites.items()}
 
     def check_groups(self, groups: int, kinds: Collection[str]) -> None:
@@ -103,9 +104,10 @@ class _Block(NamedTuple):
 
 def _details(connection: Connection) -> dict[str, Any]:
     """Return the arguments that the block's author gave this connection and that ``connect`` must not change."""
-    by_author = connection.keep == "branch" and not connection.connect_arguments
-    return dict(dim=connection.dim, branch_first=connection.branch_first, tokens_apart=connection.tokens_apart,
-                in_place=connection.in_place or by_author, mask_layout=connection.mask_layout)
+    by_author = connection.keep == "branch" and not connection.site.arguments
+    site = SiteSpec(tokens_apart=connection.site.tokens_apart, in_place=connection.site.in_place or by_author)
+    return dict(
+        dim=connection.dim, branch_first=connection.branch_first, mask_layout=connection.mask_layout, site=site)
 
 
 _HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of layers or configs
@@ -210,25 +212,25 @@ def connect(
     numbers = list(layers_of(block.layer for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
-    arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start, keep=keep, groups=groups)
-    if isinstance(groups, str):
-        if groups != "heads":
-            raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
-        arguments["groups"] = 2  # a placeholder for the number of heads, which each block determines below
-    probe = create_connection(connection, **arguments)  # check the arguments even if `layers` is empty
+    if isinstance(groups, str) and groups != "heads":
+        raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
+    arguments: dict[str, Any] = dict(connection=connection, eps=eps, prob=prob, start=start, keep=keep)
+    if groups != "heads":
+        arguments["groups"] = groups
+    create_connection(**arguments)  # check the arguments even if `layers` is empty
     call = _call_arguments(
-        probe.name,
-        dict(arguments, groups=groups, layers=None if layers is None else sorted(chosen),
-             kinds=None if kinds is None else sorted(chosen_kinds)),
+        dict(arguments, connection=name_of(connection), groups=groups,
+             layers=None if layers is None else sorted(chosen), kinds=None if kinds is None else sorted(chosen_kinds)),
         dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
         if not set(carrying).isdisjoint(block.sites.values()):
-            arguments["groups"] = block.heads(model) if groups == "heads" else groups
+            if groups == "heads":
+                arguments["groups"] = block.heads(model)
             block.check_groups(arguments["groups"], carrying)
-        connections = _make_connections(block, dict(arguments, connection=connection), skips, carrying)
+        connections = _make_connections(block, arguments, call, skips, carrying)
         module = block.module
         own = _own(module) if block.spec else ()
         for name in connections:
@@ -245,10 +247,9 @@ def connect(
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())
         _check_causal(model, block, connections.values())
-        for made in connections.values():
-            made.connect_arguments = call
-            if block.spec:
-                made.routed, made.depth, made.causal = True, block.spec.depth, block.spec.causal is None
+        if block.spec:
+            for made in connections.values():
+                made.causal = block.spec.causal is None
         converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
@@ -292,9 +293,9 @@ def disconnect(model: ModelT) -> ModelT:
         module.__class__ = host_class(module)
     _remove_unused(model.modules())
     written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
+    linear = {"connection": "linear"}
     for block in written:
-        for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
-            made.connect_arguments = {"connection": "linear"}
+        for name, made in _make_connections(block, linear, linear, repeat(None), carrying=()).items():
             setattr(block.module, name, made)
     _spare_from_weight_decay(model)
     keep_in_config(model)
@@ -304,17 +305,16 @@ def disconnect(model: ModelT) -> ModelT:
 _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()}
 
 
-def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
+def _call_arguments(arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of :func:`connect` that have an effect, as JSON values.
 
     Defaults are omitted, except ``connection`` and ``eps``.
     """
-    effective = dict(arguments) if connection != "linear" else {}
+    effective = {"connection": "linear"} if arguments["connection"] == "linear" else dict(arguments)
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)
-    changed = {name: value for name, value in effective.items() if name == "eps" or value != _DEFAULTS[name]}
-    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # NumPy
-    return {"connection": connection, **scalars}
+    return {name: value.item() if hasattr(value, "item") else value  # NumPy
+            for name, value in effective.items() if name in ("connection", "eps") or value != _DEFAULTS[name]}
 
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
@@ -378,7 +378,7 @@ def _added(module: nn.Module) -> set[str]:
     spec = spec_of(module)
     of_class = spec.sites.values() if spec else ()
     return {name for name, child in named_children(module)
-            if (connection := connection_in(name, child)) and (connection.routed or name in of_class)}
+            if (connection := connection_in(name, child)) and (connection.site.routed or name in of_class)}
 
 
 def _own(module: nn.Module) -> dict[str, str]:
@@ -454,19 +454,23 @@ def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Bloc
 
 
 def _make_connections(
-        block: _Block, arguments: dict[str, Any], skips: Iterator[Optional[nn.Module]], carrying: Collection[str],
+        block: _Block, arguments: dict[str, Any], call: dict[str, Any], skips: Iterator[Optional[nn.Module]],
+        carrying: Collection[str],
 ) -> dict[str, Connection]:
-    """Return the connections of a block by attribute; kinds that are not in ``carrying`` are linear."""
+    """Return the connections of a block by attribute; kinds that are not in ``carrying`` are linear.
+
+    ``arguments`` are passed to :func:`create_connection`. ``call`` contains the arguments of :func:`connect`.
+    """
     parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
     parameter = next(parameters, None)  # quantized parameters have integer dtypes
     options: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    linear = dict(eps=arguments["eps"], connection="linear")
-    return {
-        attribute: create_connection(
-            skip=next(skips), **detail, **options,
-            **(arguments if block.sites[attribute] in carrying else linear)).train(block.module.training)
-        for attribute, detail in block.details().items()
-    }
+    made = {}
+    for attribute, detail in block.details().items():
+        connection = arguments["connection"] if block.sites[attribute] in carrying else "linear"
+        site = replace(detail.pop("site"), name=name_of(connection), arguments=call)
+        of_site = {**arguments, **detail, **options, "connection": connection}
+        made[attribute] = create_connection(skip=next(skips), site=site, **of_site).train(block.module.training)
+    return made
 
 
 def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:
@@ -476,7 +480,6 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
     if skip == "identity" and arguments["rank"] is None:
-        create_skip(skip, 1, **arguments)  # only checks the arguments; width 1 is a placeholder
         return repeat(None)
     streams = [(block.widths()[name], detail["dim"]) for block in blocks for name, detail in block.details().items()]
     skips = [

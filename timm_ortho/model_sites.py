@@ -51,7 +51,7 @@ def sites(model: nn.Module) -> List[Site]:
     for name, block, attribute, connection in connections:
         if is_unused(block, attribute, connection):
             unused[name] = type(block).__name__
-        elif connection.routed and _hides_connection(block, attribute):
+        elif connection.site.routed and _hides_connection(block, attribute):
             unused[name] = vars(block)["forward"].__qualname__
     if unused:
         warnings.warn(
@@ -60,7 +60,7 @@ def sites(model: nn.Module) -> List[Site]:
             f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
             "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
             stacklevel=2)
-    layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
+    layers = layers_of(layer_name(name, connection.site.depth) for name, _, _, connection in connections)
     return [
         Site(layer, attribute.removeprefix("connection_"),
              ".".join(filter(None, (name, attribute, _path(block.get_submodule(attribute), connection)))), connection)
@@ -96,7 +96,8 @@ def _path(wrapper: nn.Module, connection: Connection) -> str:
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
     """Return whether the class of the block was replaced and no longer calls the connection that was added."""
-    return isinstance(connection, Connection) and connection.routed and not uses(cast(type, type(block)), attribute)
+    return (isinstance(connection, Connection) and connection.site.routed
+            and not uses(cast(type, type(block)), attribute))
 
 
 def _hides_connection(block: nn.Module, attribute: str) -> bool:

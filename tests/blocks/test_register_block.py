@@ -25,6 +25,7 @@ from timm_ortho import (
     sites,
 )
 from timm_ortho.blocks import routed, specs, tables
+from timm_ortho.connections import SiteSpec
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -602,12 +603,12 @@ def test_connections_in_a_blocks_own_code(registered):
 
 def test_connections_in_a_blocks_own_code_keep_the_details_of_their_author():
     block = Written()
-    block.add = create_connection("feature", tokens_apart=True, branch_first=True, mask_layout="keys")
+    block.add = create_connection("feature", branch_first=True, mask_layout="keys", site=SiteSpec(tokens_apart=True))
     for arguments in (dict(keep="branch"), dict(keep="output"), dict(connection="linear"), dict(connection="global")):
         add = connect(block, **arguments).add
         assert (add.dims, add.branch_first, add.mask_layout) == ([-1], True, "keys")
         assert add.keep == arguments.get("keep", "output")
-    for author in (create_connection("feature", in_place=True), FeatureConnection(keep="branch")):
+    for author in (create_connection("feature", site=SiteSpec(in_place=True)), FeatureConnection(keep="branch")):
         block.add = author
         disconnect(connect(block, "feature"))
         assert connect(connect(block, "global", keep="branch"), "feature").add.keep == "branch"

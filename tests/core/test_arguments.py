@@ -35,7 +35,7 @@ ARGUMENTS = {
 }
 # Arguments of connections, each with a value other than the default.
 OF_CONNECTIONS = dict(eps=1e-3, prob=0.5, start="linear", keep="branch", groups=2)
-OF_BLOCKS = {"dim", "branch_first", "tokens_apart", "in_place", "mask_layout", "skip", "device", "dtype"}
+OF_BLOCKS = {"dim", "branch_first", "mask_layout", "skip", "site", "device", "dtype"}
 OF_MODELS = {"model", "layers", "kinds", "skip", "skip_branches", "skip_rank", "skip_seed"}
 
 
@@ -78,7 +78,7 @@ def test_every_argument_of_a_connection_reaches_it():
     Recording.__signature__ = Signature(parameters)
     for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
         assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
-        assert site.connection.connect_arguments == {"connection": "Recording", **OF_CONNECTIONS}
+        assert site.connection.site.arguments == {"connection": "Recording", **OF_CONNECTIONS}
     for name in OF_CONNECTIONS.keys() - {"eps", "keep", "start"}:
         with pytest.raises(ValueError, match=f"HalfConnection does not take the argument {name}:"):
             create_connection(HalfConnection, **{name: OF_CONNECTIONS[name]})
