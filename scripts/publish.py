@@ -34,8 +34,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         parser.error("pass --name with one folder")
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
-    from scripts.pages import __main__ as pages, provenance  # both read the numbers written above
-    provenance.record()
+    from scripts.pages import __main__ as pages, commits  # both read the numbers written above
+    commits.record()
     return pages.main([], root)
 
 

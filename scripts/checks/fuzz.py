@@ -163,11 +163,11 @@ def results(update: Update, case: Case, given: Inputs) -> dict[str, Tensor]:
     leaves = {name: t.detach().requires_grad_(name in needed) if isinstance(t, Tensor) else t
               for name, t in zip("xfab", (given.x, given.f, given.a, given.b), strict=True)}
     y = update(*leaves.values(), given.mask)
-    asked = [name for name in "xfab" if name in needed]
-    if not asked:
+    inputs = [name for name in "xfab" if name in needed]
+    if not inputs:
         return {"y": y}
     return {"y": y.detach(),
-            **dict(zip(asked, torch.autograd.grad(y, [leaves[name] for name in asked], given.g), strict=True))}
+            **dict(zip(inputs, torch.autograd.grad(y, [leaves[name] for name in inputs], given.g), strict=True))}
 
 
 def sizes_of_terms(case: Case, given: Inputs) -> dict[str, float]:

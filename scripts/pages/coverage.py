@@ -1,4 +1,4 @@
-"""Write the table of architectures in docs/coverage.md from the file that `scripts.checks.coverage` writes."""
+"""Write the table of architectures in docs/coverage.md from the file that `scripts.checks.survey` writes."""
 from pathlib import Path
 
 from timm_ortho.models import coverage

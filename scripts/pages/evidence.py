@@ -23,7 +23,7 @@ from timm_ortho.lab.reporting.statistics import Difference, holm
 
 from ..checks import rates as tuning_rules
 from ..checks.linear_floor import ALPHAS
-from . import provenance, studies
+from . import commits, studies
 from .contrasts import (
     BRANCH4,
     OTHERS,
@@ -126,10 +126,10 @@ def setting(options: Any, width: float, blocks: float) -> dict[str, str]:
             "width, blocks": f"{width:g}, {blocks:g}",
             "width over depth": f"{width / blocks:.3g}",
             "augmentation": _augmentation(options),
-            **{title: _said(getattr(options, key)) for title, key in keys.items()}}
+            **{title: _number(getattr(options, key)) for title, key in keys.items()}}
 
 
-def _said(value: Any) -> str:
+def _number(value: Any) -> str:
     return "none" if value is None else f"{value:g}"
 
 
@@ -160,18 +160,18 @@ def pairs(contrast: Contrast) -> dict[str, str]:
 
 def fits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return, for each hypothesis of `rows`, F − linear in the course of training and in the final losses, in words."""
-    said = []
+    sentences = []
     for row in rows:
         name, contrast = row["hypothesis"].name, row["hypothesis"].contrast
         by_epoch, (train, test, _) = by_epochs(contrast), course("", contrast)
         points = {max(1, int(share * len(by_epoch))) for share in (0.25, 0.5)}
         accuracy = ", ".join(f"{by_epoch[epoch]} after epoch {epoch}" for epoch in sorted(points))
-        said.append(
+        sentences.append(
             f"{DATA[name]} ({name}'s runs): F − linear is {accuracy} and {contrast} after epoch {len(by_epoch)}. "
             f"The final training loss of F is lower in {sum(value < 0 for value in train.values)} of {contrast.seeds} "
             f"pairs (mean difference {train} nats), and its final test loss is lower in "
             f"{sum(value < 0 for value in test.values)} of {contrast.seeds} ({test} nats).")
-    return said
+    return sentences
 
 
 def times(contrast: Contrast) -> tuple[float, float, float]:
@@ -300,8 +300,8 @@ def pictures() -> dict[str, Figure]:
     They show the differences of hypotheses and exploratory comparisons, the differences of all reports, and F − linear
     by epoch.
     """
-    asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
-    asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
+    compared = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
+    compared = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + compared
     every = []
     for folder in studies.folders():
         for entry in studies.summary(folder):
@@ -314,7 +314,7 @@ def pictures() -> dict[str, Figure]:
     return {
         "questions": draw_forest([
             ForestRow(contrast.label, "points of top-1", contrast.difference, None, contrast.paper.values())
-            for contrast in asked], 0.24),
+            for contrast in compared], 0.24),
         "differences": draw_forest(every, 0.17),
         "by_epoch": draw_by_epoch({
             f"{one.name}, {NAMES[one.contrast.parts[0][0].split('-')[1]]}": one.contrast
@@ -354,7 +354,7 @@ def text(history: Mapping[str, Any]) -> str:
     def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
         return fmean(read(run) for run in runs_of(study) if setting_of(run) == tuple(setting))
 
-    confirming = provenance.studies_of("one") + provenance.studies_of("two")
+    confirming = commits.studies_of("one") + commits.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.trains(folder)]
     # Several studies may contain the same run. Runs with equal seed, connection and metrics count as one.
@@ -367,7 +367,7 @@ def text(history: Mapping[str, Any]) -> str:
     rows = {row["hypothesis"].name: row for row in [*two, *one, *beside]}
     vits = of_vits()
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
-    without = h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
+    without = h1.without(*commits.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
         ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
     return environment.get_template("evidence.md.jinja").render(
@@ -397,27 +397,27 @@ def text(history: Mapping[str, Any]) -> str:
         times={row["hypothesis"].name: times(row["hypothesis"].contrast) for row in vits},
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
-        history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
+        history=history, elsewhere_made={part: commits.elsewhere(part, history) for part in commits.RULES},
         not_run="" if is_published(f"cifar_factors-{CIFAR}-small") else "the factors of C3 and C4; ",
         without_runs=[title for title, study in (("S3", "cifar_factors"), ("S4", "cifar_width"))
                       if not is_published(f"{study}-{CIFAR}-small")],
-        made_after=provenance.made_after("two", history),
-        mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
+        made_after=commits.made_after("two", history),
+        mixed=[pair for part in commits.RULES for pair in commits.mixed_pairs(part)],
         without_paper=[name for name in design.shipped() if not design.has_scale(name, "paper")],
         detectable=detectable, names=NAMES)
 
 
 def readme() -> str:
     """Return the summary as a Markdown list for README."""
-    said = answers()
-    said["ViTs"] += f" Not tested: {'; '.join(untested(of_vits()))}."
+    answered = answers()
+    answered["ViTs"] += f" Not tested: {'; '.join(untested(of_vits()))}."
     return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 130, subsequent_indent="  ", break_on_hyphens=False)
-                     for what, answer in said.items())
+                     for what, answer in answered.items())
 
 
 def texts(root: Path) -> dict[Path, str]:
     page, readme_page = root / "docs" / "evidence.md", root / "README.md"
-    history = provenance.recorded()
+    history = commits.recorded()
     return {page: replaced(page, {"evidence": text(history).strip()}),
             readme_page: replaced(readme_page, {"evidence": readme()})}
 

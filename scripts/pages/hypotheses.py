@@ -104,7 +104,7 @@ class Hypothesis:
     """A preregistered hypothesis and the comparison that decides it."""
 
     name: str
-    says: str
+    statement: str
     contrast: Comparison
     claims: str = "above"  # the claimed difference: "above" zero, "equal" to zero, or "different" from zero
     equivalent: Optional[float] = None  # bound of the equivalence test in points, or None without this test
@@ -134,18 +134,18 @@ class Hypothesis:
     def remark(self, decision: str) -> str:
         """Return a qualification of the decision, or an empty string."""
         small = decision == "confirmed" and self.contrast.difference.mean < self.of_interest
-        said = f"but the mean is below {self.of_interest:g} points, the smallest difference of interest"
-        return said if small else ""
+        remark = f"but the mean is below {self.of_interest:g} points, the smallest difference of interest"
+        return remark if small else ""
 
 
-def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
+def _hypothesis(name: str, statement: str, study: str, weights: Weights, claims: str = "above",
                 equivalent: Optional[float] = None, of_interest: float = 0.0, **more: Any) -> Hypothesis:
-    contrast = Contrast(f"{name}: {says}", [(f"{study}-small", weights)], **more)
-    return Hypothesis(name, says, contrast, claims, equivalent, of_interest)
+    contrast = Contrast(f"{name}: {statement}", [(f"{study}-small", weights)], **more)
+    return Hypothesis(name, statement, contrast, claims, equivalent, of_interest)
 
 
-def _effect(name: str, says: str, factor: str) -> Hypothesis:
-    return Hypothesis(name, says, Effect(f"{name}: {says}", f"cifar_factors-{CIFAR}-small", factor))
+def _effect(name: str, statement: str, factor: str) -> Hypothesis:
+    return Hypothesis(name, statement, Effect(f"{name}: {statement}", f"cifar_factors-{CIFAR}-small", factor))
 
 
 H4 = "transforms of the stream raise accuracy in networks with several branches"
@@ -226,7 +226,8 @@ def course(label: str, comparison: Union[Contrast, Effect]) -> list[Comparison]:
     """
     epochs = {len(run["history"]) for run in comparison.runs}
     quarter = f"{max(1, min(epochs) // 4)} of {min(epochs)}" if len(epochs) == 1 else "a quarter of the"
-    return [replace(comparison, label=f"{label} in {said}", read=read, unit=unit, paper={}) for said, read, unit in (
+    return [replace(comparison, label=f"{label} in {metric}", read=read, unit=unit, paper={})
+            for metric, read, unit in (
         ("final training loss", last("train_loss"), "nats"), ("final test loss", last("eval_loss"), "nats"),
         (f"accuracy after {quarter} epochs", after(0.25), "points"))]
 

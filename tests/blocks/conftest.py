@@ -4,14 +4,14 @@ import pytest
 from helpers.own_block import MyBlock, register
 
 import timm_ortho
-from timm_ortho.blocks import tables
+from timm_ortho.blocks import lookup
 
 
 @pytest.fixture
 def restored(monkeypatch):
     """Remove the blocks and connections that a test registers."""
     for name in ("SPECS", "NOT_RESIDUAL", "REGISTERED"):
-        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
+        monkeypatch.setattr(lookup, name, dict(getattr(lookup, name)))
     with mock.patch.dict(timm_ortho.CONNECTIONS):
         yield
 

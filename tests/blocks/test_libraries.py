@@ -20,7 +20,7 @@ from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
 from timm_ortho.blocks import reached, spec_of, specs
-from timm_ortho.blocks.tables import SPECS
+from timm_ortho.blocks.lookup import SPECS
 from timm_ortho.blocks.transformers import _blocks
 from timm_ortho.models import coverage
 

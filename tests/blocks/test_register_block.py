@@ -24,7 +24,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.blocks import routed, specs, tables
+from timm_ortho.blocks import lookup, routed, specs
 from timm_ortho.connections import SiteSpec
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -225,7 +225,7 @@ def test_calls_must_not_bypass_the_additions(block, when, arguments):
         timm_ortho.register_block(block, **arguments)
     assert f": {when}: " in str(error.value), error.value
     assert str(error.value).endswith("or pass bypass=True if these calls are meant to ignore the connections")
-    assert tables.spec_of_class(block) is None
+    assert lookup.spec_of_class(block) is None
     timm_ortho.register_block(block, bypass=True, **arguments)
 
 
@@ -412,11 +412,11 @@ def enclosed():
     (MyBlock(), dict(stream="x", kinds=("attention", "mlp")), TypeError, "class of torch.nn.Module, got a MyBlock$"),
 ])
 def test_a_wrong_registration(block, arguments, error, message):
-    before = dict(tables.SPECS)
+    before = dict(lookup.SPECS)
     with pytest.raises(error, match=message) as caught:
         timm_ortho.register_block(block, **arguments)
     assert "\n" not in str(caught.value)
-    assert before == tables.SPECS
+    assert before == lookup.SPECS
 
 
 class Sides(nn.Module):
@@ -549,7 +549,7 @@ def test_a_mask_with_the_opposite_meaning():
         timm_ortho.register_block(Block, stream="x", kinds=("mlp",), mask=name)
         model = connect(Block(), "global")
         assert (model(x, forbidden)[:, 0] == 0).all() == padding
-        tables.SPECS.pop(tables.class_name(Block))
+        lookup.SPECS.pop(lookup.class_name(Block))
 
 
 def test_class_names_do_not_change(registered):

@@ -20,7 +20,7 @@ from timm_ortho import (
     register_block,
     sites,
 )
-from timm_ortho.blocks import specs, tables
+from timm_ortho.blocks import lookup, specs
 
 PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "text_models.md"
 QUICK = ("GPT-2", "GPT-NeoX", "Llama", "Mixtral", "BERT", "T5")
@@ -139,8 +139,8 @@ def test_the_table_marks_the_causal_models(name):
 # --------------------------------------------------------------------------------------------- global scope
 def test_global_in_a_decoder_lets_tokens_see_later_ones(monkeypatch):
     """If `connect` did not refuse `global`, the last token would change the logits of the first token."""
-    name = next(name for name in tables.SPECS if name.endswith("LlamaDecoderLayer"))
-    monkeypatch.setattr(tables, "SPECS", {**tables.SPECS, name: tables.SPECS[name]._replace(causal=False)})
+    name = next(name for name in lookup.SPECS if name.endswith("LlamaDecoderLayer"))
+    monkeypatch.setattr(lookup, "SPECS", {**lookup.SPECS, name: lookup.SPECS[name]._replace(causal=False)})
     model, ids = connect(made("Llama"), "global"), tokens()
     with torch.no_grad():
         full = logits(model, ids)

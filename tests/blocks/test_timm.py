@@ -16,7 +16,7 @@ from timm.models import _efficientnet_blocks as efficientnet_blocks, list_module
 from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import UnsupportedModelError, connect, sites
-from timm_ortho.blocks import reached, routed, routed_class, spec_of, specs, tables, timm as table
+from timm_ortho.blocks import lookup, reached, routed, routed_class, spec_of, specs, timm as table
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
 from timm_ortho.models.meta import on_meta
@@ -123,7 +123,7 @@ def test_every_row_is_valid_for_the_installed_timm(spec):
     "xcit.XCABlock": {"attention": "norm3", "conv": "norm2"},
 }.items())
 def test_sums_that_enter_a_norm_next(name, norms):
-    spec = tables.SPECS[f"timm.models.{name}"]
+    spec = lookup.SPECS[f"timm.models.{name}"]
     if not host(spec):
         pytest.skip(f"timm {timm.__version__} has no {spec.name}")
     assert routed.route(host(spec), spec, spec.kinds).with_norm == {spec.sites[kind]: norms[kind] for kind in norms}
@@ -196,7 +196,7 @@ def test_every_class_of_timm_that_looks_residual_is_in_a_table():
 
 
 def is_residual(cls):
-    return f"{cls.__module__}.{cls.__qualname__}" not in tables.NOT_RESIDUAL and looks_residual(cls)
+    return f"{cls.__module__}.{cls.__qualname__}" not in lookup.NOT_RESIDUAL and looks_residual(cls)
 
 
 class _Sums(torch.nn.Module):

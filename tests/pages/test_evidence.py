@@ -1,4 +1,4 @@
-"""Test the modules of the evidence page in scripts/pages: contrasts, hypotheses, provenance and evidence."""
+"""Test the modules of the evidence page in scripts/pages: commits, contrasts, hypotheses and evidence."""
 import functools
 import itertools
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.pages import contrasts, evidence, hypotheses, provenance, studies as pages
+from scripts.pages import commits, contrasts, evidence, hypotheses, studies as pages
 from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import published
 from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_differences
@@ -281,7 +281,7 @@ def test_effects_of_the_half_fraction(runs):
     assert effects["rate"].seeds == 2
 
 
-# ------------------------------------------------------------------------------------------------ provenance
+# --------------------------------------------------------------------------------------------------- commits
 def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
     made = {seed: {"commit": commit, "end": "2026-01-02T03:04:05", "cpu": cpu, "torch": "2"} for seed, commit, cpu in (
         (100, "aaaaaaaa", "one"), (101, "bbbbbbbb", "one"), (102, "cccccccc", "one"))}
@@ -289,27 +289,27 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
     for run in contrasts.runs_of("confirm_x-digits-small"):
         other = run["seed"] == 102 and run["connection"] == "feature"
         run["made_with"] = {**made[run["seed"]], **({"cpu": "other"} if other else {})}
-    monkeypatch.setattr(provenance, "runs_of", contrasts.runs_of)
-    monkeypatch.setattr(provenance, "studies_of", lambda part: ["confirm_x-digits-small"])
-    monkeypatch.setattr(provenance, "is_published", lambda study: True)
+    monkeypatch.setattr(commits, "runs_of", contrasts.runs_of)
+    monkeypatch.setattr(commits, "studies_of", lambda part: ["confirm_x-digits-small"])
+    monkeypatch.setattr(commits, "is_published", lambda study: True)
     history = {"one": {"commits": {"aaaaaaaa": "not in the history", "bbbbbbbb": "before", "cccccccc": "after"}}}
-    assert provenance.elsewhere("one", history) == {"confirm_x-digits-small": {
+    assert commits.elsewhere("one", history) == {"confirm_x-digits-small": {
         "runs": 4, "seeds": [100, 101], "commits": ["aaaaaaa", "bbbbbbb"], "last": "2026-01-02 03:04"}}
     contrasts.runs_of("confirm_x-digits-small")[0]["made_with"].pop("commit")
-    assert provenance.elsewhere("one", history)["confirm_x-digits-small"]["commits"] == [
+    assert commits.elsewhere("one", history)["confirm_x-digits-small"]["commits"] == [
         "aaaaaaa", "bbbbbbb", "unknown"]
     contrasts.runs_of("confirm_x-digits-small")[1]["made_with"]["commit"] = "dddddddd"
-    assert provenance.mixed_pairs("one") == [
+    assert commits.mixed_pairs("one") == [
         {"study": "confirm_x-digits-small", "seed": 101, "several": {"commits": ["bbbbbbb", "ddddddd"]}},
         {"study": "confirm_x-digits-small", "seed": 102, "several": {"processors": ["one", "other"]}}]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_recorded_commits_match_the_history():
-    result = provenance.read_history()
+    result = commits.read_history()
     if result is None:
         pytest.skip("the checkout has no git history")
-    recorded = json.loads(provenance.FILE.read_text(encoding="utf-8"))
+    recorded = json.loads(commits.FILE.read_text(encoding="utf-8"))
     assert {part: values["commits"] for part, values in result.items()} == {
         part: values["commits"] for part, values in recorded.items()}
 
@@ -466,7 +466,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
         "top1": 2.0, "best": 3.0, "alpha": 10_000, "train": 100_000}
     read = evidence._json
     monkeypatch.setattr(evidence, "_json", lambda name: floors if name == "floors/ridge.json" else read(name))
-    history = provenance.recorded()
+    history = commits.recorded()
     before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
     after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
     assert "runs record commits that do not come after the rules of part two" in before

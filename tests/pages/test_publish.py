@@ -10,7 +10,7 @@ import pytest
 from helpers.made_up_runs import ROWS, runs_of, study_of
 
 from scripts import publish
-from scripts.pages import __main__ as pages, provenance, studies
+from scripts.pages import __main__ as pages, commits, studies
 from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.runs.provenance import PRIVATE
@@ -22,7 +22,7 @@ COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 def root(tmp_path, monkeypatch):
     """Return the root of an empty checkout. `publish` writes results into it, but no pages."""
     monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # this checkout has no .git
-    monkeypatch.setattr(provenance, "record", lambda: None)
+    monkeypatch.setattr(commits, "record", lambda: None)
     monkeypatch.setattr(pages, "main", lambda arguments, root: 0)
     (tmp_path / "checkout").mkdir()
     return tmp_path / "checkout"

@@ -3,10 +3,10 @@
 To support another block class of these libraries, add the class to the library's table, and add an architecture with
 such blocks to the tests.
 """
+from .lookup import specs
 from .registry import is_residual, not_residual, register_block, spec_of
 from .routed import branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
 from .spec import BlockSpec
-from .tables import specs
 
 __all__ = [
     "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached", "register_block",

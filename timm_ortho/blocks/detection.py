@@ -15,7 +15,7 @@ def looks_residual(cls: type) -> bool:
     A residual block adds two tensors that are both computed from its inputs. The addition is ``+``, ``+=`` or a call of
     ``add``, ``add_`` or ``add_relu``, such as ``torch.add(x, f)`` or ``x.add(f)``. Every tensor argument counts as an
     input, because ``BertOutput`` gets branch and stream as two arguments. Masks, embeddings of positions and token
-    types, and losses do not count if their names say what they are. Sums of lists or tuples do not count either.
+    types, and losses do not count if their names show this. Sums of lists or tuples do not count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
     call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``,

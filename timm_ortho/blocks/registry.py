@@ -9,7 +9,7 @@ from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
 from ..routing import RoutingError, bypass_of
-from . import tables
+from . import lookup
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec, last_width
@@ -112,14 +112,14 @@ def register_block(
                          "or give the block the inverted mask under another name")
     if not isinstance(causal, (bool, str)):
         raise TypeError(f"causal must be True, False or the name of an attribute, got {causal!r}")
-    name = tables.class_name(block)
+    name = lookup.class_name(block)
     spec = BlockSpec(
         name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal,
         sides_differ=bool(sides_differ), width=width)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
-    known = tables.SPECS.get(name, spec)
-    if known != spec and tables.REGISTERED.get(name, block) is block:
+    known = lookup.SPECS.get(name, spec)
+    if known != spec and lookup.REGISTERED.get(name, block) is block:
         differing = [f"{field}={getattr(known, field)!r}" for field in signature(register_block).parameters
                      if getattr(known, field, None) != getattr(spec, field, None)]
         raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
@@ -127,7 +127,7 @@ def register_block(
     routed_class(cast(type, block), spec)  # raises if the source does not match
     if not bypass:
         _check_bypass(cast(type, block), spec)
-    tables.SPECS[name], tables.REGISTERED[name] = spec, block
+    lookup.SPECS[name], lookup.REGISTERED[name] = spec, block
     return block
 
 
@@ -167,7 +167,7 @@ def not_residual(block: type, reason: str) -> type:
     """
     if not isinstance(block, type):
         raise TypeError(f"block must be a class, got {_shown(block)}")
-    tables.NOT_RESIDUAL[tables.class_name(block)] = str(reason)
+    lookup.NOT_RESIDUAL[lookup.class_name(block)] = str(reason)
     return block
 
 
@@ -178,7 +178,7 @@ def spec_of(module: nn.Module) -> Optional[BlockSpec]:
         >>> spec_of(timm.create_model("vit_test_ortho").blocks[0]).kinds
         ('attention', 'mlp')
     """
-    return tables.spec_of_class(host_class(module))
+    return lookup.spec_of_class(host_class(module))
 
 
 def is_residual(module: nn.Module) -> bool:
@@ -192,10 +192,10 @@ def is_residual(module: nn.Module) -> bool:
 
 
 def _looks_residual(cls: type) -> bool:
-    if tables.class_name(cls) in tables.NOT_RESIDUAL:
+    if lookup.class_name(cls) in lookup.NOT_RESIDUAL:
         return False
     inherits = calls_forward_of_base(cls) and any(
-        tables.class_name(base) in tables.SPECS or _looks_residual(base) for base in cls.__bases__)
+        lookup.class_name(base) in lookup.SPECS or _looks_residual(base) for base in cls.__bases__)
     return inherits or looks_residual(cls)
 
 

@@ -16,7 +16,7 @@ from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
 from ..routing import Route, Sum
-from . import tables
+from . import lookup
 from .spec import BlockSpec
 
 
@@ -72,7 +72,7 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
 
     Example:
         >>> host = timm.models.vision_transformer.Block
-        >>> issubclass(routed_class(host, tables.spec_of_class(host)), host)
+        >>> issubclass(routed_class(host, lookup.spec_of_class(host)), host)
         True
     """
     return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds)
@@ -92,7 +92,7 @@ def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
 
     Example:
         >>> block = timm.models.vision_transformer.Block(8, 2)
-        >>> reached(block, tables.spec_of_class(type(block)))
+        >>> reached(block, lookup.spec_of_class(type(block)))
         ('attention', 'mlp')
     """
     if spec.unless(block):
@@ -106,10 +106,10 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
 
     Example:
         >>> host = timm.models.vision_transformer.Block
-        >>> branch_first(host, tables.spec_of_class(host))
+        >>> branch_first(host, lookup.spec_of_class(host))
         {'attention': False, 'mlp': False}
         >>> host = timm.models.edgenext.SplitTransposeBlock  # its first addition is no site
-        >>> sorted(branch_first(host, tables.spec_of_class(host)))
+        >>> sorted(branch_first(host, lookup.spec_of_class(host)))
         ['attention', 'mlp']
     """
     first = route(host, spec, spec.kinds).branch_first
@@ -121,7 +121,7 @@ def with_norm(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
 
     Example:
         >>> block = timm.models.vision_transformer.Block(8, 2)
-        >>> with_norm(block, tables.spec_of_class(type(block)))
+        >>> with_norm(block, lookup.spec_of_class(type(block)))
         {'attention': 'norm2'}
     """
     found = route(host_class(block), spec, reached(block, spec)).with_norm
@@ -156,9 +156,9 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base, _, ending = name.rpartition("__")
     for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):
-        spec = next((spec for spec in tables.SPECS.values() if routed_name(spec.name) == class_name), None)
+        spec = next((spec for spec in lookup.SPECS.values() if routed_name(spec.name) == class_name), None)
         if spec is not None and set(kinds or ()) <= set(spec.sites):
-            return routed_class(tables.class_of(spec), spec, kinds)
+            return routed_class(lookup.class_of(spec), spec, kinds)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}: call timm_ortho.register_block for your own block class "
         "before you load a model that contains it")

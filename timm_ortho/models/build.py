@@ -92,7 +92,7 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
 
 
 # Tag of the architecture in an exported config.json. If timm_ortho is not imported, timm and transformers report an
-# unknown architecture with this tag, which tells the user what to import.
+# unknown architecture with this tag, which names the package to import.
 IMPORT_TAG = "import_timm_ortho"
 
 

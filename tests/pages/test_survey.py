@@ -1,11 +1,11 @@
-"""Test scripts/checks/coverage.py, which lists the architectures whose connections can be replaced."""
+"""Test scripts/checks/survey.py, which lists the architectures whose connections can be replaced."""
 import json
 import sys
 
 import pytest
 import timm
 
-from scripts.checks import coverage as survey
+from scripts.checks import survey
 from timm_ortho.models import coverage
 
 

@@ -1,7 +1,7 @@
 """Find the timm architectures whose residual connections timm_ortho can replace, by building each architecture.
 
-    python -m scripts.checks.coverage [MODULE ...]            write timm_ortho/models/coverage.json
-    python -m scripts.checks.coverage --check [MODULE ...]    write nothing; the exit status is 1 if the file differs
+    python -m scripts.checks.survey [MODULE ...]            write timm_ortho/models/coverage.json
+    python -m scripts.checks.survey --check [MODULE ...]    write nothing; the exit status is 1 if the file differs
 
 The script builds each architecture of timm's registry on the meta device and passes it to `timm_ortho.connect`. An
 architecture is covered if `timm_ortho.blocks` supports all of its residual blocks and at least one block has a site (a
@@ -49,7 +49,7 @@ def main() -> int:
     wrong = [module for module in {**known, **new} if new.get(module) != known.get(module)]
     for module in wrong:
         print(f"{module}: {coverage.FILE.name} has {known.get(module)}, but the models give {new.get(module)}; run "
-              f"python -m scripts.checks.coverage {module}", file=sys.stderr)
+              f"python -m scripts.checks.survey {module}", file=sys.stderr)
     return 1 if wrong else 0
 
 
