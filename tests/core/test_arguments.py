@@ -1,5 +1,7 @@
 """connection_arguments() returns the arguments of connect(). The configs of transformers' models store them."""
+import copy
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.connections import _PASSED
+from timm_ortho.connections import _PASSED, NO_SITE
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -132,6 +134,25 @@ def test_sites_that_differ_have_no_common_arguments():
     connect(model.blocks[0], "global")
     with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
         connection_arguments(model)
+
+
+def test_a_connection_that_was_replaced_by_hand_has_no_arguments():
+    model = timm.create_model("vit_test_ortho")
+    model.blocks[0].connection_mlp = create_connection("feature")
+    with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
+        connection_arguments(model)
+
+
+def test_a_connection_on_its_own_has_no_site_and_copies_of_models_share_one_dict():
+    assert create_connection("feature").site is NO_SITE is LinearConnection().site
+    model = timm.create_model("vit_test_linear", connection="feature", connection_layers=[1])
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        specs = [site.connection.site for site in sites(copied)]
+        assert [spec.name for spec in specs] == ["linear"] * 2 + ["feature"] * 2 + ["linear"] * 4
+        assert len({id(spec.arguments) for spec in specs}) == 1
+        assert connection_arguments(copied) == {"connection": "feature", "eps": 1e-6, "layers": [1]}
+    connection_arguments(model)["layers"].append(2)
+    assert connection_arguments(model)["layers"] == [1]
 
 
 def test_a_model_with_a_disconnected_part_has_no_arguments():
