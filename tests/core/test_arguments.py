@@ -113,8 +113,10 @@ def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
     cases = ((LinearConnection, "linear"), (FeatureConnection, "feature"), (Own, "own"), ("own", "own"))
     for connection, name in cases:
         assert connection_arguments(connect(timm.create_model("vit_test_linear"), connection))["connection"] == name
+    model = connect(timm.create_model("vit_test_linear"), hybrid)
     with pytest.raises(ValueError, match=r"connection test_arguments\.hybrid is not registered"):
-        connection_arguments(connect(timm.create_model("vit_test_linear"), hybrid))
+        connection_arguments(model)
+    assert {site.connection.name for site in sites(model)} == {"test_arguments.hybrid"}
 
 
 def test_linear_connections_of_a_blocks_own_code_have_no_arguments():
