@@ -40,14 +40,16 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     if plain is not None:
         raise ValueError(f"{plain} has no connections: connect the whole model with one call")
     calls = [site.connection.site.arguments for site in connected]
-    layers = sorted({site.layer for site in connected if site.connection.name != "linear"})
-    if any(call != calls[0] for call in calls) or (layers and not calls[0]):
-        raise ValueError("the sites have different connections: connect the whole model with one call")
+    chosen = [site for site in connected if site.connection.name != "linear"]
     arguments = dict(calls[0])
-    if "layers" in arguments:  # if the model is a part of the connected model, its layers have other numbers
-        arguments["layers"] = layers
-    if not layers and arguments:
+    if "layers" in arguments:  # in a part of the connected model, the layers have other numbers
+        arguments["layers"] = sorted({site.layer for site in chosen})
+    if arguments and not chosen:
         arguments = {"connection": "linear", **{name: arguments[name] for name in arguments if name.startswith("skip")}}
+    expected = [site for site in connected if site.layer in arguments.get("layers", [site.layer])
+                and site.kind in arguments.get("kinds", [site.kind])]
+    if any(call != calls[0] for call in calls) or (chosen and (not arguments or chosen != expected)):
+        raise ValueError("the sites have different connections: connect the whole model with one call")
     if arguments and arguments["connection"] not in CONNECTIONS:
         raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
                          "store it: register it with timm_ortho.register_connection, and connect the model by its name")

@@ -138,9 +138,13 @@ def test_sites_that_differ_have_no_common_arguments():
         connection_arguments(model)
 
 
-def test_a_connection_that_was_replaced_by_hand_has_no_arguments():
-    model = timm.create_model("vit_test_ortho")
-    model.blocks[0].connection_mlp = create_connection("feature")
+@pytest.mark.parametrize(("arguments", "source"), [
+    ({}, None), (dict(layers=[1]), "blocks.1.connection_mlp"), (dict(kinds="mlp"), "blocks.1.connection_mlp"),
+    (dict(layers=[0]), "blocks.1.connection_mlp")], ids=str)
+def test_connections_that_were_replaced_by_hand_have_no_arguments(arguments, source):
+    model = connect(timm.create_model("vit_test_linear"), "feature", **arguments)
+    model.blocks[0].connection_attention = (
+        copy.deepcopy(model.get_submodule(source)) if source else create_connection("feature"))
     with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
         connection_arguments(model)
 
