@@ -17,12 +17,12 @@ class Roles(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             text = ROLE.sub(lambda role: _link(obj, *role.groups()), obj.docstring.value)
-            text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)  # the section that highlights code
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
             obj.docstring.value = text.replace("``", "`")
 
 
 def _link(obj: griffe.Object, role: str, name: str) -> str:
-    if role == "mod" or not name.startswith("timm_ortho.") and "timm" in name.split("."):
+    if role == "mod" or name.startswith("timm."):
         return f"`{name}`"
     first, *rest = name.split(".")
     if first != "timm_ortho":

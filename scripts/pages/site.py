@@ -1,7 +1,7 @@
 """Hook of mkdocs: pages keep the paths that they have in the repository, and each command has a section.
 
-Links between README, docs, model cards and source files are relative paths. They work on GitHub and on the site, because
-the site contains these files at the same paths. `docs/commands.md` is written from the help of the command line.
+Links between README, docs, model cards and source files are relative paths. They work on GitHub and on the site,
+because the site contains these files at the same paths. `docs/commands.md` is the help of all commands.
 """
 import argparse
 import os
@@ -19,7 +19,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Return the files of the site: the theme's, those of the repository, and the page of commands."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.*"), *(ROOT / "model_cards").rglob("*.*")]
     found += [path for folder in ("scripts", "timm_ortho") for path in (ROOT / folder).rglob("*.py")]
-    pages = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)) for path in sorted(found)]
+    pages = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))
+             for path in sorted(found)]
     pages.append(File.generated(config, "docs/commands.md", content=commands()))
     return Files([*files.css_files(), *files.javascript_files(), *pages])
 
