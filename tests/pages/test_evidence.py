@@ -3,6 +3,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
