@@ -3,7 +3,7 @@
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
 one commit. The tables of docs/speed.md contain all measured cases. If such a table has no rows from a CPU or none from
 a GPU, it lists default cases of `timm-ortho bench` for this kind of device as "not measured". README's table has only
-the default models. Rows from GPUs come first. `before_h200.csv` contains the measurements before the kernels were
+the default models on GPUs. `before_h200.csv` contains the measurements before the kernels were
 rewritten; docs/speed.md shows it in tables of its own.
 """
 import csv
@@ -27,7 +27,6 @@ MODELS_HEADER = ("on", "model, batch", "layout, precision", *(f"{step}, {mode}" 
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
 SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ViT-B": ("vit_base_patch16_224",),
          "ResNetV2-50": ("resnetv2_50",)}  # models of the opening paragraph and README's table
-PRECISION = {True: "float32", False: "amp bfloat16"}  # of README's table; True: on a CPU
 COSTS = {  # columns of README's table
     "training, eager": ("training", "eager", "ratio"), "training, compiled": ("training", "compiled", "ratio"),
     "inference, eager": ("inference", "eager", "ratio"), "kept for backward": ("training", "eager", "saved_ratio"),
@@ -67,26 +66,24 @@ def before_of(results: Path) -> list[BenchRow]:
 
 
 def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
-    """Return README's table: a line for each model, batch size and layout. Default models without rows are listed too.
+    """Return README's table: a line for each model, batch size and layout on a GPU; before, the default models.
 
     While no GPU was measured, a sentence has the range of the ratios before the kernels were rewritten.
     """
     names = {name for models in SHOWN.values() for name in models}
     measured = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"
-                and row["dtype"] == PRECISION[row["device"] == "cpu"]]
-    lines = {}
-    for kind, name in (("cuda", "GPU"), ("cpu", "CPU")):
-        mine = [row for row in measured if (row["device"] == "cpu") == (kind == "cpu")]
-        for (on, model, shape, layout), group in cases(mine, "models", "model", "shape", "layout").items():
-            lines[on, subject(model, shape, layout)] = [
-                cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values()]
-        for default in () if mine else DEFAULTS[kind]["models"]:
-            model, _, batch = default.partition(":")
-            lines[name, f"`{model.removesuffix('_ortho')}`, {batch}"] = [NOT_MEASURED] * len(COSTS)
-    table = markdown(["on", "model, batch", *COSTS], [[*key, *cells] for key, cells in lines.items()])
+                and row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
+    lines = [[on, subject(model, shape, layout), *(
+        cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values())]
+        for (on, model, shape, layout), group in cases(measured, "models", "model", "shape", "layout").items()]
+    if measured:
+        return markdown(["on", "model, batch", *COSTS], lines)
+    for model, _, batch in (default.partition(":") for default in DEFAULTS["cuda"]["models"]):
+        lines.append(["GPU", f"`{model.removesuffix('_ortho')}`, {batch}", *[NOT_MEASURED] * len(COSTS)])
+    table = markdown(["on", "model, batch", *COSTS], lines)
     steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
              for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
-    if len(steps) < 2 or any(row["device"] != "cpu" for row in measured):
+    if len(steps) < 2:
         return table
     sentence = (f"Before the kernels were rewritten, a training step on one {old[0]['device']} took {steps['eager']} "
                 f"as long in eager mode, and {steps['compiled']} under `torch.compile` (bfloat16, [batches of 32 to "

@@ -223,7 +223,7 @@ class Skip(nn.Module):
             return _Mapped.apply(x, self, transposed)
 
     def compute(self, x: Tensor, transposed: bool) -> Tensor:
-        """Return ``P x`` or ``P^T x``, for compiled code and for :class:`_Mapped`."""
+        """Return ``P x`` or ``P^T x``, for compiled code and for ``_Mapped``."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
         return _transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
