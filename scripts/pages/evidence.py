@@ -413,22 +413,22 @@ def recommendation() -> str:
     vit_b = section("accuracy")["vit_b"]["imagenet1k"]
     pooling = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H3")
     of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
-    said = " ".join([
+    answer = " ".join([
         f"For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs, trained for {epochs_of(rows)},",
         f"it changes top-1 accuracy by {differences} (points, 95 % confidence intervals). In the paper, ViT-B on",
         f"ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet, compare both: the",
         f"difference is {RESNET} on Fashion-MNIST in one small network, and {of_resnets} in the paper.",
         *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling["decision"] == "confirmed"],
         f"Not tested: {'; '.join([*untested(rows), 'fine-tuning'])}. See [all results](docs/evidence.md)."])
-    return textwrap.fill(said, 130, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)
 
 
 def texts(root: Path) -> dict[Path, str]:
     page, front, settings = root / "docs" / "evidence.md", root / "README.md", root / "docs" / "settings.md"
-    said = recommendation()
-    return {page: replaced(page, {"evidence": text(provenance.recorded()).strip()}),
-            front: replaced(front, {"evidence": said}),
-            settings: replaced(settings, {"settings": said.replace("docs/evidence.md", "evidence.md")})}
+    answer = recommendation()
+    return {page: replaced(page, {"evidence": text(commits.recorded()).strip()}),
+            front: replaced(front, {"evidence": answer}),
+            settings: replaced(settings, {"settings": answer.replace("docs/evidence.md", "evidence.md")})}
 
 
 def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
