@@ -20,7 +20,7 @@ from .hub_client.errors import WeightsError
 from .model_sites import Site, sites
 from .models import paper, skip_networks, variants  # registers the models
 from .routing import RoutingError
-from .skips import SKIPS, Skip, create_skip
+from .skips import SKIPS, Skip, create_skip, register_skip
 from .skips.rewrites import SkipRewriteError, absorb, diagonalise
 
 __version__ = "0.1.0"
@@ -30,5 +30,5 @@ __all__ = [
     "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "SkipRewriteError", "UnsupportedModelError",
     "WeightsError", "absorb", "connect", "connection_arguments", "create_connection", "create_skip", "decompose",
     "diagonalise", "disconnect", "hub", "not_residual", "paper", "pull", "record", "register_block",
-    "register_connection", "representation", "residual_update", "sites", "skip_networks", "variants",
+    "register_connection", "register_skip", "representation", "residual_update", "sites", "skip_networks", "variants",
 ]

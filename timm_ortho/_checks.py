@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ._text import did_you_mean
 
+IMPORT_HINT = " (import the module that registers it; with train.py, pass --device-modules timm_ortho my_module)"
+
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is from 2**-126, the smallest normal float32, to 2**127."""
@@ -77,6 +79,23 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"mask must be boolean and broadcast to the shape of x, got {mask.dtype} of shape {tuple(mask.shape)}; "
             f"x of shape {tuple(x.shape)}")
+
+
+def check_new_name(kind: str, name: Any, make: Any, known: Any) -> None:
+    """Raise ValueError unless ``make`` can be registered as ``name``.
+
+    Args:
+        kind: Noun for the message, for example ``connection``.
+        name: The name, which must be a Python identifier.
+        make: A class or function.
+        known: The class or function that has this name; None if the name is free. It may be ``make`` itself or, because
+            running a notebook cell again redefines a class, an object with the same module and qualified name.
+    """
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the name of a {kind} must be an identifier, got {name!r}")
+    names = [(made.__module__, getattr(made, "__qualname__", made)) for made in (make, known or make)]
+    if names[0] != names[1]:
+        raise ValueError(f"{kind} {name!r} already exists: choose another name")
 
 
 def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> str:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ._bytecode import uses
-from ._checks import check_count, check_eps, check_prob, check_weight, known_name
+from ._checks import IMPORT_HINT, check_count, check_eps, check_new_name, check_prob, check_weight, known_name
 from ._compat import has_hooks
 from .functional import KEEPS, checked_update, update_with_norm
 from .masks import CAUSAL_MASK, MASK_LAYOUTS, real_tokens
@@ -367,21 +367,15 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
         Half(dim=-1, eps=0.0001)
         >>> del CONNECTIONS["half_of_parallel"]
     """
-    if not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
     _parameters(connection)
-    known = CONNECTIONS.get(name, connection)
-    names = [(cls.__module__, getattr(cls, "__qualname__", cls)) for cls in (known, connection)]
-    if names[0] != names[1]:  # running a notebook cell again redefines the same class
-        raise ValueError(f"connection {name!r} already exists ({_class_name(known)}): choose another name")
+    check_new_name("connection", name, connection, CONNECTIONS.get(name))
     create_connection(connection)
     CONNECTIONS[name] = connection
 
 
 def known_connection(name: str) -> str:
     """Return the name of a registered connection; raise ValueError for any other name."""
-    return known_name("connection", name, CONNECTIONS, " (import the module that registers it; "
-                      "with train.py, pass --device-modules timm_ortho my_module)")
+    return known_name("connection", name, CONNECTIONS, IMPORT_HINT)
 
 
 def create_connection(

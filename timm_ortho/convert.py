@@ -25,7 +25,7 @@ from .blocks import (
 )
 from .connections import Connection, SiteSpec, create_connection, name_of
 from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
-from .skips import create_skip
+from .skips import IDEMPOTENT, create_skip, known_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -179,8 +179,8 @@ def connect(
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: the connection combines
             P x and f instead of x and f. One of ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
-            the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
-            the shortcut's projection.
+            the model), see :mod:`timm_ortho.skips`, or a name registered with :func:`timm_ortho.register_skip`. In a
+            block that changes the shape of the stream, x is the output of the shortcut's projection.
         skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
             the model's attribute ``skip_branches``. If the model has no such attribute, or if the attribute is None,
             each part has one channel.
@@ -206,7 +206,7 @@ def connect(
         >>> model.blocks[0].connection_attention, model.blocks[0].connection_mlp
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
-    if skip_branches is None and skip_rank is None and skip.startswith("idempotent"):
+    if known_skip(skip) in IDEMPOTENT and skip_branches is None and skip_rank is None:
         skip_branches = getattr(model, "skip_branches", None)
     blocks = _blocks(model)
     numbers = list(layers_of(block.layer for block in blocks))
@@ -464,12 +464,13 @@ def _make_connections(
     parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
     parameter = next(parameters, None)  # quantized parameters have integer dtypes
     options: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
+    moved = (skip.to(**options) if skip is not None and options else skip for skip in skips)  # buffers of a user's skip
     made = {}
     for attribute, detail in block.details().items():
         connection = arguments["connection"] if block.sites[attribute] in carrying else "linear"
         site = replace(detail.pop("site"), name=name_of(connection), arguments=call)
         of_site = {**arguments, **detail, **options, "connection": connection}
-        made[attribute] = create_connection(skip=next(skips), site=site, **of_site).train(block.module.training)
+        made[attribute] = create_connection(skip=next(moved), site=site, **of_site).train(block.module.training)
     return made
 
 

@@ -162,7 +162,7 @@ def test_a_wrong_connection(registered, connection, message):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("feature", r"connection 'feature' already exists \(FeatureConnection\)"), ("a b", "must be an identifier")])
+    ("feature", r"connection 'feature' already exists: choose another name"), ("a b", "must be an identifier")])
 def test_a_wrong_name_of_a_connection(name, message):
     with pytest.raises(ValueError, match=message):
         timm_ortho.register_connection(name, Clipped)
@@ -179,7 +179,7 @@ def test_a_connection_that_is_defined_again_replaces_the_first():
         timm_ortho.register_connection("clipped", cell)
         assert type(create_connection("clipped")) is cell
     timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
-    with pytest.raises(ValueError, match=r"connection 'clipped' already exists \(partial\)"):
+    with pytest.raises(ValueError, match=r"connection 'clipped' already exists: choose another name"):
         timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
 
 

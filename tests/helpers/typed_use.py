@@ -27,6 +27,7 @@ def use(model: Model, x: Tensor, f: Tensor) -> List[str]:
     made: timm_ortho.Connection = timm_ortho.create_connection("hybrid", dim=1, start="linear")
     make: Callable[..., timm_ortho.Connection] = timm_ortho.CONNECTIONS["feature"]
     timm_ortho.register_connection("mine", make)
+    timm_ortho.register_skip("unchanged", lambda width, dim: nn.Identity())
     timm_ortho.register_block(Model, stream="x", kinds=("mlp",), dim=-1)
     timm_ortho.not_residual(Model, "an embedding")
     skip: nn.Module | None = timm_ortho.sites(absorbed)[0].connection.skip

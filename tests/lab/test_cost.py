@@ -85,11 +85,27 @@ def test_parameters_and_flops_of_whole_models():
 # ---------------------------------------------------------------------------------- gamma (the paper's Table 11)
 def test_gamma_is_that_of_table_11():
     table = paper.numbers()["gamma"]["models"]
+    pytest.importorskip("transformers")
     given = {model: (row["width"], row["blocks"], row["gamma"]) for model, row in table.items()
-             if model != "resnet1001"}  # timm has no ResNet-1001
+             if model not in ("resnet1001", "dit_xl_2")}
+    assert (table["dit_xl_2"]["width"] / table["dit_xl_2"]["blocks"]) == pytest.approx(41.14, abs=0.006)
     given.update(vit_base_patch16_224=given["vit_base"], resnetv2_50=given["resnetv2_50_cifar"])
     found = {row["model"]: (row["width"], row["blocks"], row["gamma"]) for row in cost.gamma_table(list(given))}
     assert found == {model: pytest.approx(figures, abs=0.006) for model, figures in given.items()}
+
+
+def test_the_papers_resnet1001_is_not_that_of_he_et_al():
+    """He et al. (2016) have 9n + 2 = 1001 layers, so n = 111 bottleneck blocks in each of the three stages."""
+    row, = cost.gamma_table(["resnet1001"])
+    assert (row["blocks"], row["width"]) == (333, pytest.approx((64 + 128 + 256) / 3))
+    assert row["gamma"] == pytest.approx(0.448, abs=0.001)
+    stated = paper.numbers()["gamma"]["models"]["resnet1001"]
+    assert (stated["blocks"], stated["width"]) == (168, pytest.approx((16 + 32 + 64) / 3, abs=0.004))
+
+
+def test_text_models_need_transformers(monkeypatch):
+    monkeypatch.setattr(cost, "find_spec", lambda name: None)
+    assert [row["model"] for row in cost.gamma_table(["gpt2_xl", "vit_small", "t5_xl"])] == ["vit_small"]
 
 
 # ------------------------------------------------------------------------------- overhead (the paper's Table 1b)

@@ -68,13 +68,21 @@ def test_ranks_equal_the_values_of_the_axis(scale):
         assert shares == {float(variant.cell["rank"])}
 
 
-def test_the_papers_numbers_are_beside_the_runs():
+@pytest.mark.parametrize(("depth", "skip", "stated"), [
+    (32, "identity", [68.158, 0.119]),
+    (32, "idempotent_cmr", [70.372, 0.419]),
+    (32, "idempotent_mr", [70.942, 0.331]),
+    (32, "orthogonal_tp", [70.786, 0.37]),
+    (32, "orthogonal_random", [70.926, 0.307]),
+    (56, "orthogonal_tp", [72.716, 0.314]),
+])
+def test_the_papers_numbers_are_beside_the_runs(depth, skip, stated):
     """If the paper's table covers a run's data set, the layout contains the paper's number for this run."""
-    study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
+    study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [depth], "skip": [skip]},
              "dataset": "torch/cifar100"}
-    run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}
+    run = {"cell": {"depth": depth, "skip": skip}, "connection": "linear"}
     laid_out = layout.Layout.of(study)
-    assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == [72.716, 0.314]
+    assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == stated
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -162,9 +162,9 @@ def snippets(path):
 
 
 def test_every_page_with_snippets_is_run():
-    """tests/blocks runs the snippets of own_blocks.md and text_models.md."""
+    """tests/blocks runs the snippets of own_blocks.md and text_models.md, and tests/lab that of your_own_data.md."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
-    assert with_snippets == {*BEFORE, "docs/own_blocks.md", "docs/text_models.md"}
+    assert with_snippets == {*BEFORE, "docs/own_blocks.md", "docs/text_models.md", "docs/your_own_data.md"}
 
 
 @pytest.mark.parametrize("name", BEFORE)

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from timm_ortho._checks import IMPORT_HINT
 from timm_ortho.skips import SKIPS, create_skip, transforms as skips
 
 WIDTHS = [1, 2, 12, 74, 192]
@@ -371,7 +372,8 @@ def test_repr():
 # ------------------------------------------------------------------------------------------------------ bad input
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"skip": "orthogonal"}, "unknown skip 'orthogonal', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
-                             "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
+                             "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"
+                             + IMPORT_HINT),
     ({"skip": "idempotent_mr", "branches": 5}, "branches must divide the width of the stream, got branches=5 for 12 "
                                                "channels"),
     ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
@@ -384,7 +386,8 @@ def test_repr():
      "idempotent_cmr of 12 channels cannot have rank -1; possible ranks are 0, 6, 8, 9, 10, 11"),
     ({"skip": "idempotent_mr", "rank": 3, "branches": 4}, "branches determines rank: pass only one, got branches=4 "
                                                           "and rank=3"),
-    ({"skip": "orthogonal_tp", "rank": 6}, "orthogonal_tp has full rank, 12 for this stream, got rank=6"),
+    ({"skip": "orthogonal_tp", "rank": 6},
+     "orthogonal_tp has no choice of ranks, idempotent_mr and idempotent_cmr have: omit rank, got rank=6"),
     ({"skip": "scaled", "count": 0}, "count must be a whole number of at least 1, got 0"),
     ({"skip": "orthogonal_random", "seed": "1"}, "seed must be a whole number, got '1'"),
 ])

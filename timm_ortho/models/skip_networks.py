@@ -6,9 +6,9 @@ branches or one branch per channel. Each branch is BN, convolution, BN, ReLU, co
 
 | name | branches | widths of the stages |
 | --- | --- | --- |
-| ``skipnet_{20,56,110}`` | 1 | 16, 32, 64 |
-| ``skipnet_{20,56,110}_branch4`` | 4 | 32, 64, 128 in total |
-| ``skipnet_{20,56,110}_depthwise`` | one per channel | 64, 128, 256 |
+| ``skipnet_{20,32,56,110}`` | 1 | 16, 32, 64 |
+| ``skipnet_{20,32,56,110}_branch4`` | 4 | 32, 64, 128 in total |
+| ``skipnet_{20,32,56,110}_depthwise`` | one per channel | 64, 128, 256 |
 
 Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
 An idempotent transform divides the channels into B groups and mixes these groups. As in the paper, B is 4 in the
@@ -114,7 +114,7 @@ _KINDS = {
 }
 ARCHITECTURES: Dict[str, Dict[str, Any]] = {
     f"skipnet_{depth}{kind}": dict(layers=((depth - 2) // 6,) * 3, **arguments)
-    for kind, arguments in _KINDS.items() for depth in (20, 56, 110)
+    for kind, arguments in _KINDS.items() for depth in (20, 32, 56, 110)
 }
 
 

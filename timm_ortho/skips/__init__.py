@@ -2,6 +2,6 @@
 
 :mod:`timm_ortho.skips.rewrites` rewrites a network that has skip transforms as an equivalent network.
 """
-from .transforms import SKIPS, Skip, create_skip, plain_skip
+from .transforms import IDEMPOTENT, SKIPS, Skip, create_skip, known_skip, plain_skip, register_skip
 
-__all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
+__all__ = ["IDEMPOTENT", "SKIPS", "Skip", "create_skip", "known_skip", "plain_skip", "register_skip"]

@@ -25,15 +25,16 @@ The backward pass applies P^T and saves no tensor.
 Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
 parameters or buffers and add nothing to the state dict. They depend only on their arguments, including a seed.
 """
+import inspect
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from .._checks import check_count, known_name
+from .._checks import IMPORT_HINT, check_count, check_new_name, known_name
 from .._compat import is_batched, is_plain, is_recorded, is_transformed
 from ..update.formula import accumulate_in, in_dtype
 from .kronecker import factors
@@ -239,21 +240,77 @@ class Skip(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------- the table of maps
-# name -> (description, function that maps arguments of `create_skip` to arguments of `Skip`)
-SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
-    "identity": ("the unchanged stream", lambda **_: {}),
+# name -> (description, function that makes the transform from those arguments of `create_skip` that it accepts)
+SKIPS: Dict[str, Tuple[str, Callable[..., nn.Module]]] = {
+    "identity": ("the unchanged stream", lambda width, dim: Skip("identity", width, dim)),
     "idempotent_mr": (
         "the mean of the branches (Idempotent-MR)",
-        lambda branches, **_: dict(own=0.0, mean=1.0, branches=branches)),
+        lambda width, dim, branches: Skip("idempotent_mr", width, dim, own=0.0, mean=1.0, branches=branches)),
     "idempotent_cmr": (
         "each branch minus the mean of the branches (Idempotent-CMR)",
-        lambda branches, **_: dict(own=1.0, mean=-1.0, branches=branches)),
-    "orthogonal_tp": ("a Kronecker product of fixed orthogonal matrices (Orthogonal-TP)", lambda **_: {}),
+        lambda width, dim, branches: Skip("idempotent_cmr", width, dim, own=1.0, mean=-1.0, branches=branches)),
+    "orthogonal_tp": (
+        "a Kronecker product of fixed orthogonal matrices (Orthogonal-TP)",
+        lambda width, dim: Skip("orthogonal_tp", width, dim)),
     "orthogonal_random": (
         "a Kronecker product of random rotations",
-        lambda seed, site, **_: dict(seed=f"timm_ortho.skips {seed} {site}")),
-    "scaled": ("x / L for L residual additions", lambda count, **_: dict(own=1.0 / count)),
+        lambda width, dim, seed, site: Skip(
+            "orthogonal_random", width, dim, seed=f"timm_ortho.skips {seed} {site}")),
+    "scaled": (
+        "x / L for L residual additions", lambda width, dim, count: Skip("scaled", width, dim, own=1.0 / count)),
 }
+IDEMPOTENT = ("idempotent_mr", "idempotent_cmr")  # these have a choice of branches and rank
+_PASSED = ("width", "dim", "branches", "count", "seed", "site")  # arguments of functions that make transforms
+
+
+def register_skip(name: str, make: Callable[..., nn.Module]) -> None:
+    """Register a transform of the stream by name, for :func:`timm_ortho.connect` and the argument ``skip`` of models.
+
+    Args:
+        name: A Python identifier, so that command lines and config.json can contain it.
+        make: A class or function that returns a module with ``forward(x) -> P x``. It must accept ``width``, the number
+            of channels, and ``dim``, the channel axis, and may accept ``branches``, ``count``, ``seed`` and ``site``,
+            see :func:`create_skip`. It is called once for each site. The first line of its docstring describes the
+            transform on model cards.
+
+    Raises:
+        ValueError: The name is taken or not an identifier, or ``make`` does not have the required signature.
+
+    Example:
+        >>> class Reversed(nn.Module):
+        ...     "the channels in reverse order"
+        ...     def __init__(self, width, dim):
+        ...         super().__init__()
+        ...         self.dim = dim
+        ...     def forward(self, x):
+        ...         return x.flip(self.dim)
+        >>> register_skip("reversed", Reversed)
+        >>> create_skip("reversed", 3)(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([3., 2., 1.])
+        >>> del SKIPS["reversed"]
+    """
+    if isinstance(make, nn.Module) or not callable(make):
+        raise ValueError("a transform must be a class or a function that returns a module, "
+                         f"got an instance of {type(make).__name__}")
+    parameters = inspect.signature(make).parameters
+    required = {key for key, parameter in parameters.items()
+                if parameter.default is parameter.empty and parameter.kind not in (
+                    parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)}
+    if not {"width", "dim"} <= parameters.keys() or not required <= set(_PASSED):
+        raise ValueError(f"the function of skip {name!r} must accept width and dim, may accept "
+                         f"{', '.join(_PASSED[2:])}, and needs defaults for other arguments; got "
+                         f"({', '.join(parameters)})")
+    check_new_name("skip", name, make, SKIPS.get(name, (None, None))[1])
+    described = (getattr(getattr(make, "func", make), "__doc__", None) or "registered by its author").strip()
+    SKIPS[name] = (described.splitlines()[0], make)
+
+
+def known_skip(name: str) -> str:
+    """Return the name of a registered transform; raise ValueError for any other value."""
+    if not isinstance(name, str):
+        raise ValueError(f"skip must be a name, got an instance of {type(name).__name__}: register a function that "
+                         "makes the transform with timm_ortho.register_skip, and pass its name")
+    return known_name("skip", name, SKIPS, IMPORT_HINT)
 
 
 def _branches_of(name: str, width: int, rank: int) -> int:
@@ -277,7 +334,7 @@ def create_skip(
         count: int = 1,
         seed: int = 0,
         site: int = 0,
-) -> Skip:
+) -> nn.Module:
     """Make a skip transform by name.
 
     Arguments that the transform does not need are ignored, but all except ``dim`` and ``site`` are checked.
@@ -287,14 +344,14 @@ def create_skip(
         width: Channels of the stream, C.
         dim: Channel axis.
         branches: Number of branches B of an idempotent map. None means C branches, the paper's choice for
-            single-branch and depthwise convolutions.
+            single-branch and depthwise convolutions. Functions of :func:`register_skip` receive None as None.
         rank: Rank of an idempotent map, instead of ``branches``. All other maps accept only ``width``.
         count: Number of sites L of the network, for ``scaled``.
         seed: Seed of ``orthogonal_random``.
         site: Index of the site. ``seed`` and ``site`` determine the random rotations.
 
     Returns:
-        The transform, a module without parameters.
+        The transform, a :class:`Skip` without parameters, or the module of a function of :func:`register_skip`.
 
     Raises:
         ValueError: A name is unknown, or a value is outside its range.
@@ -303,18 +360,22 @@ def create_skip(
         >>> create_skip("idempotent_cmr", 8, branches=2)
         Skip('idempotent_cmr', width=8, dim=-1, branches=2, rank=4)
     """
-    known_name("skip", skip, SKIPS)
+    make = SKIPS[known_skip(skip)][1]
     width, count = check_count("width", width), check_count("count", count)
     seed = check_count("seed", seed, least=None)
     branches = None if branches is None else check_count("branches", branches)
     rank = None if rank is None else check_count("rank", rank, least=None)
     if branches is not None and rank is not None:
         raise ValueError(f"branches determines rank: pass only one, got branches={branches} and rank={rank}")
-    if skip.startswith("idempotent"):
+    if skip in IDEMPOTENT:
         branches = branches or width if rank is None else _branches_of(skip, width, rank)
         if width % branches:
             raise ValueError(
                 f"branches must divide the width of the stream, got branches={branches} for {width} channels")
     elif rank not in (None, width):
-        raise ValueError(f"{skip} has full rank, {width} for this stream, got rank={rank}")
-    return Skip(skip, width, dim, **SKIPS[skip][1](branches=branches, count=count, seed=seed, site=site))
+        raise ValueError(f"{skip} has no choice of ranks, {' and '.join(IDEMPOTENT)} have: omit rank, got rank={rank}")
+    arguments = dict(zip(_PASSED, (width, dim, branches, count, seed, site), strict=True))
+    made = make(**{key: arguments[key] for key in inspect.signature(make).parameters if key in arguments})
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the function of skip {skip!r} must return a module, got {type(made).__name__}")
+    return made

@@ -12,6 +12,8 @@ and dividing take s each. With c = x.f / (x.x + eps), the three steps c x, f - c
 package computes f + (1 - c) x instead, in 6sd + 3s FLOPs.
 """
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
 
@@ -24,12 +26,14 @@ from torch.utils.flop_counter import flop_registry
 from ... import bench
 from ..._compat import TorchDispatchMode
 from ...bench import report as bench_report
+from ...blocks import spec_of
 from ...connections import CONNECTIONS, Connection
 from ...convert import connect
 from ...diagnostics.dynamics import evaluation
 from ...functional import decompose
 from ...model_sites import Site, sites
 from ...models.meta import on_meta
+from ...models.skip_networks import SkipNetwork
 from ...runs.provenance import device_name
 from .. import LabError
 
@@ -205,8 +209,37 @@ def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
     return model
 
 
+# Text models of Table 11: class in transformers, arguments of its config. T5's decoder has another 24 blocks.
+_TEXT_MODELS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "gpt2_xl": ("GPT2Model", dict(n_embd=1600, n_layer=48, n_head=25)),
+    "llama_7b": ("LlamaModel", dict(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)),
+    "t5_xl": ("T5EncoderModel", dict(d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32)),
+}
+
+
+def _reference(name: str) -> Optional[nn.Module]:
+    """Return a model of Table 11 with linear connections, on the meta device.
+
+    Returns:
+        The model; None for a text model if transformers is not installed.
+    """
+    if name == "resnet1001":  # He et al. (2016), "Identity Mappings in Deep Residual Networks": CIFAR, bottlenecks
+        with on_meta():
+            stages = dict(layers=(111, 111, 111), channels=(64, 128, 256), stem_chs=16)
+            return connect(SkipNetwork(basic=False, bottle_ratio=0.25, **stages), "linear")
+    if name not in _TEXT_MODELS:
+        return _on_meta(name, "linear")
+    if not find_spec("transformers"):
+        return None
+    class_name, config = _TEXT_MODELS[name]
+    cls = getattr(import_module("transformers"), class_name)
+    with on_meta():
+        return connect(cls(cls.config_class(**config)), "linear")
+
+
 def gamma_table(models: Sequence[str]) -> list[Row]:
-    """Return the paper's Table 11, a row with gamma for each model (Appendix E).
+    """Return the paper's Table 11, a row with gamma for each model (Appendix E). Models that are unavailable have none.
 
     gamma is the mean width of the stream over the blocks, divided by the number of blocks. For a transformer this is
     width / blocks. For a ResNet it is sum_k(B_k C_k) / (sum_k B_k)^2, where stage k has B_k blocks of C_k channels.
@@ -215,8 +248,13 @@ def gamma_table(models: Sequence[str]) -> list[Row]:
     [{'model': 'vit_small', 'width': 384.0, 'blocks': 6, 'gamma': 64.0}]
     """
     table = []
-    for name in models:
-        widths = {site.layer: site.width for site in site_flops(_on_meta(name, "linear"))}
+    for name, model in zip(models, map(_reference, models), strict=True):
+        if model is None:
+            continue
+        widths = {}
+        for site in sites(model):
+            block = model.get_submodule(site.name.rpartition(".")[0])
+            widths[site.layer] = spec_of(block).widths(block)[site.kind]
         width = fmean(widths.values())
         table.append({"model": name, "width": width, "blocks": len(widths), "gamma": width / len(widths)})
     return table
