@@ -10,7 +10,7 @@
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
-| `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
+| `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS`; always `training` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
 A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. The study's key
