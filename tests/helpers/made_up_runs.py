@@ -103,7 +103,8 @@ def recorded(connection, seed, steps=6):
             rows.append({
                 "step": 10 * index, "layer": layer, "kind": kind, "name": f"blocks.{layer}.{kind}",
                 "stream": 50.0 + 5 * apart + noise, "parallel": 1.0 + index, "orthogonal": 3.0, "parallel_share": 0.02,
-                "orthogonal_share": 0.06, "cosine": -0.1 * apart + noise,
+                "orthogonal_share": 0.06, "cosine": -0.1 * apart + noise, "s": -0.02 * apart + noise,
+                "s_added": -0.02 * apart + noise if connection == "linear" else 0.0,
                 "rho": 1.0 + 0.1 * index if connection == "hybrid" else None,
                 "theta": 0.2 * layer if connection == "hybrid" else None})
     return rows

@@ -269,6 +269,18 @@ def test_transitions_are_marked():
     assert [list(axes.lines[-1].get_xdata()) for axes in found.axes] == [[30, 30]] * 2
 
 
+def test_coefficients_are_drawn_if_they_are_recorded():
+    found = {drawing.name: drawing for drawing in drawings(study_of("dynamics"), runs_of("dynamics"))}
+    linear, orthogonal = found["s_added_mlp"].draw().axes[0].lines
+    assert set(orthogonal.get_ydata()) == {0.0} != set(linear.get_ydata())
+    assert "s = <x, f> / (|x|² + ε) is the signed coefficient" in found["s_mlp"].caption
+    assert "transition point" not in found["s_mlp"].caption
+    old = [{**run, "dynamics": [{key: value for key, value in row.items() if key not in ("s", "s_added")}
+                                for row in run["dynamics"]]} for run in runs_of("dynamics")]
+    assert found.keys() - drawn(study_of("dynamics"), old).keys() == {
+        "s_mlp", "s_attention", "s_added_mlp", "s_added_attention"}
+
+
 def test_forest_has_the_intervals_and_the_papers_effects():
     runs = [run_of(connection, seed, {"model": model}, top1=90.0 + seed + gain * (connection == "feature"), epochs=1)
             for model, gains in (("vit_s", (1.0, 2.0)), ("resnetv2_18", (0.5, 0.0))) for seed, gain in enumerate(gains)

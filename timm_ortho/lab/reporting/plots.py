@@ -383,17 +383,27 @@ def _look(layer: int, last: int) -> dict[str, Any]:
             "linestyle": _OF_BLOCKS[layer % len(_OF_BLOCKS)]}
 
 
-_SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Figures 3 and 10",
-            "orthogonal": "Figures 10 and 12"}
+_SOURCES = {"stream": " (the paper's Figure 3)", "cosine": " (the paper's Figures 3 and 12)",
+            "parallel": " (the paper's Figures 3 and 10)", "orthogonal": " (the paper's Figures 10 and 12)",
+            "s": " (the paper's Appendix D)", "s_added": ""}
+_TRANSITION = ("A dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
+               "differ clearly at three quarters or more of the recorded steps.")
+_COEFFICIENTS = {  # sentences about plots without transition points
+    "s": "s = <x, f> / (|x|² + ε) is the signed coefficient of the parallel component s x of the branch output f.",
+    "s_added": "The connection returns y and so adds y − x to the stream x. s of y − x is <x, y − x> / (|x|² + ε). For "
+               "linear, it is s of f. For Orthogonal-F, it is zero, up to rounding.",
+}
 
 
 def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Draw the squared norms and cosines recorded by `timm_ortho.record`."""
+    """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
     runs, name = scene.having("dynamics"), scene.lines(options)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
     for kind, sites in _sites(runs).items():
         for measure, source in _SOURCES.items():
+            if not any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
+                continue
             panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, *_trace(site, measure))
                       for layer, site in sites]
             for panel, (layer, _) in zip(panels, sites, strict=True):
@@ -401,9 +411,8 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panel.marks = [] if step is None else [step]
             yield _drawing(
                 f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). A "
-                "dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
-                "differ clearly at three quarters or more of the recorded steps.",
+                f"{TRACES[measure]} in the {kind} branches, with a panel for each block{source}. "
+                f"{_COEFFICIENTS.get(measure, _TRANSITION)}",
                 panels, "training step")
 
 
