@@ -18,7 +18,7 @@ from scipy import optimize, stats
 
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.planning import design, recipe
-from timm_ortho.lab.reporting.plots import STYLES, ForestRow, draw_forest
+from timm_ortho.lab.reporting.plots import STYLES, ForestRow, Scene, draw_forest, lines_chart, progress
 from timm_ortho.lab.reporting.statistics import Difference, holm
 
 from ..checks import rates as tuning_rules
@@ -60,6 +60,7 @@ from .hypotheses import (
     RESNET,
     RESNETS,
     TINY,
+    Hypothesis,
     Sweep,
     by_epochs,
     course,
@@ -181,6 +182,13 @@ def times(contrast: Contrast) -> tuple[float, float, float]:
     return median(ratios), min(ratios), max(ratios)
 
 
+def durations(contrast: Contrast) -> str:
+    """Return the device of a contrast's runs, and the minutes of the shortest and the longest run, in words."""
+    devices = sorted({run["device"] for run in contrast.runs})
+    minutes = [run["seconds"] / 60 for run in contrast.runs]
+    return f"{' and '.join(devices)}: {min(minutes):.0f} to {max(minutes):.0f} minutes per run"
+
+
 def detectable_points(contrast: Contrast) -> float:
     """Return the difference that the pairs of a contrast detect with 80 % power, from their standard deviation."""
     return stdev(contrast.values) * detectable(contrast.seeds)
@@ -295,10 +303,10 @@ def _listed(words: Iterable[str]) -> str:
 
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
-    """Return three plots.
+    """Return four plots.
 
-    They show the differences of hypotheses and exploratory comparisons, the differences of all reports, and F − linear
-    by epoch.
+    They show the differences of hypotheses and exploratory comparisons, the differences of all reports, F − linear
+    by epoch, and the training of C1 and C2 by step and by time.
     """
     compared = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
     compared = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + compared
@@ -318,7 +326,25 @@ def pictures() -> dict[str, Figure]:
         "differences": draw_forest(every, 0.17),
         "by_epoch": draw_by_epoch({
             DATA[one.name]: one.contrast for one in (PART_ONE[0], *PART_TWO[:2]) if one.is_run}),
+        "by_time": draw_by_time([one for one in PART_TWO[:2] if one.is_run]),
     }
+
+
+def draw_by_time(hypotheses: Sequence[Hypothesis]) -> Figure:
+    """Draw training loss by step and accuracy by time, as in the paper's Figure 2, one row per hypothesis."""
+    panels = []
+    for one in hypotheses:
+        loss, _, top1_by_time = progress(*scene_of(one), one.name)
+        panels += [loss, top1_by_time]
+    return lines_chart(panels, "", columns=2)
+
+
+def scene_of(one: Hypothesis) -> tuple[Scene, Sequence[Run], Callable[[Run], str]]:
+    """Return a study's scene, its runs with their batch size, and a function that names a run by its connection."""
+    study = one.contrast.parts[0][0]
+    layout = studies.part(studies.RESULTS / "studies" / study).layout
+    runs = [{**run, "batch_size": _options(study).batch_size} for run in one.contrast.runs]
+    return Scene(runs, layout, {}), runs, lambda run: run["connection"]
 
 
 def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
@@ -393,6 +419,7 @@ def text(history: Mapping[str, Any]) -> str:
         s0_images=ridge[f"cifar_rates-{CIFAR}-small"]["train"], s0_epochs=_options("cifar_rates").epochs,
         gate=(tuning_rules.ABOVE_RIDGE, tuning_rules.ABOVE_FLOOR),
         final_loss=course("", h1)[0].mean(0, ("linear",)), floor=_floor(h1.parts[0][0]),
+        durations={one.name: durations(one.contrast) for one in PART_TWO[:2] if one.is_run},
         times={row["hypothesis"].name: times(row["hypothesis"].contrast) for row in vits},
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
@@ -433,7 +460,7 @@ def texts(root: Path) -> dict[Path, str]:
 
 def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
     return {root / "model_cards" / "results" / f"{title}.svg": lambda path, title=title: save(title, path)
-            for title in ("questions", "differences", "by_epoch")}
+            for title in ("questions", "differences", "by_epoch", "by_time")}
 
 
 def save(title: str, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The related updates in docs/own_blocks.md: comparison with formulas in float64, and a few training steps."""
+"""Sections of docs/own_blocks.md: comparison of the updates with formulas in float64, and a few training steps."""
+import copy
 import re
 import runpy
 from pathlib import Path
@@ -18,17 +19,18 @@ NAMES = ("rezero", "gated", "one_sided", "rotation", "delta")
 EPS = 1e-6
 
 
-def examples():
-    section = PAGE.read_text(encoding="utf-8").partition("## Related updates")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def examples(section="Related updates"):
+    text = PAGE.read_text(encoding="utf-8").partition(f"## {section}")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
-def page(tmp_path):
-    """Run the examples of the page and return their global variables."""
+def page(request, tmp_path):
+    """Run the examples of a section of the page, by default "Related updates", and return their global variables."""
     if not PAGE.exists():
         pytest.skip("requires a checkout of the repository")
-    (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples()]))
+    code = examples(getattr(request, "param", "Related updates"))
+    (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *code]))
     return runpy.run_path(str(tmp_path / "related.py"))
 
 
@@ -112,3 +114,46 @@ def test_trains(page, name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0], losses
+
+
+@pytest.mark.parametrize("page", ["Earlier streams"], indirect=True)
+def test_streams_of_earlier_additions(page):
+    """Each addition is orthogonal to its stream and to two earlier ones. It equals f minus a least-squares fit."""
+    model = page["higher_order"].double().train()
+    connections, calls = page["connections"], []
+    for connection in connections:
+        connection.eps = 1e-30
+        connection.register_forward_hook(lambda module, inputs, y: calls.append((*inputs, y)))
+    model(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    assert len(calls) == len(connections) == 8
+    assert [len(connection.earlier) for connection in connections] == [0, 1, *[2] * 6]
+    for number, (x, f, y) in enumerate(calls):
+        streams = torch.stack([stream for stream, _, _ in calls[max(0, number - 2):number + 1]], -1)
+        fit = (streams @ (torch.linalg.pinv(streams) @ f[..., None])).squeeze(-1)
+        torch.testing.assert_close(y, x + f - fit, rtol=1e-6, atol=1e-9)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    again = copy.deepcopy(model)  # after training: ModelEma copies a model
+    assert [site.connection for site in sites(again)][1].earlier[0] is sites(again)[0].connection
+
+
+@pytest.mark.parametrize("page", ["A DiT block"], indirect=True)
+def test_a_dit_block(page):
+    block, modulate = page["dit"][0].double(), page["modulate"]
+    x, c = torch.randn(2, 5, 64, dtype=torch.float64), torch.randn(2, 64, dtype=torch.float64)
+    assert [(site.kind, site.connection.name) for site in sites(page["dit"])] == [
+        ("attention", "feature"), ("mlp", "feature")] * 2
+    assert torch.equal(block(x, c), x)  # adaLN-Zero
+    for parameter in block.modulation.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    shift1, scale1, gate1, shift2, scale2, gate2 = block.modulation(c)[:, None].chunk(6, -1)
+
+    def added(x, f):
+        return x + f - (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + EPS) * x
+
+    y = added(x, gate1 * block.attn(modulate(block.norm1(x), shift1, scale1)))
+    y = added(y, gate2 * block.mlp(modulate(block.norm2(y), shift2, scale2)))
+    torch.testing.assert_close(block(x, c), y)
+    plain = timm_ortho.disconnect(copy.deepcopy(block))
+    assert torch.equal(timm_ortho.connect(block, "linear")(x, c), plain(x, c))
+    with pytest.raises(ValueError, match="64"):  # the default width is that of the modulation, 384
+        timm_ortho.connect(block, "feature", groups=6)

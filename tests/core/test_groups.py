@@ -263,12 +263,14 @@ def test_a_width_that_is_known_only_in_the_forward_pass():
 def test_diagnostics_measure_each_group():
     torch.manual_seed(0)
     x, f, _ = drawn((2, 12, 3, 4))
-    values = measure(create_connection("feature", dim=1, groups=3), x, f)
+    connection = create_connection("feature", dim=1, groups=3)
+    values = measure(connection, x + f / 2, x, f)
     groups = [(u.movedim(1, -1), v.movedim(1, -1)) for u, v in zip(x.chunk(3, 1), f.chunk(3, 1), strict=True)]
     cosines = torch.stack([torch.cosine_similarity(u, v, -1).mean() for u, v in groups])
     parallel = sum((((u * v).sum(-1) / u.norm(dim=-1)) ** 2).mean() for u, v in groups)
     branch = f.square().sum(1).mean()
-    expected = torch.stack([x.square().sum(1).mean(), parallel, branch - parallel, cosines.mean(), *cosines])
+    s = torch.stack([((u * v).sum(-1) / u.square().sum(-1)).mean() for u, v in groups]).mean()
+    expected = torch.stack([x.square().sum(1).mean(), parallel, branch - parallel, cosines.mean(), s, s / 2, *cosines])
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -27,6 +27,32 @@ def test_every_connection_is_measured_over_channels(connection, dim):
     assert record.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
 
 
+class Subtracted(timm_ortho.Connection):
+    def forward(self, x, f, attn_mask=None):
+        return x - 2.0 * f
+
+
+@pytest.mark.parametrize(("connection", "share"), [
+    ("linear", 1.0), ("feature", 0.0), (lambda dim, eps: timm_ortho.HybridConnection(dim, eps, "linear"), 1.0),
+    (Subtracted, -2.0)])
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_the_coefficient_of_what_is_added(connection, share, dim):
+    x, f = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    record = measure(x, f, connection, dim)
+    s = ((x * f).sum(dim) / ((x * x).sum(dim) + 1e-6)).mean().item()
+    assert record.s == pytest.approx(s, rel=1e-4, abs=1e-5)
+    assert record.s_added == pytest.approx(share * s, rel=1e-4, abs=1e-5)
+
+
+def test_global_adds_nothing_parallel_on_average_over_tokens():
+    """One projection covers all tokens: the coefficients of the tokens, weighted by |x|^2, have the mean zero."""
+    x, f = torch.randn(1, 6, 8), torch.randn(1, 6, 8)
+    x = x / x.norm(dim=-1, keepdim=True)  # equal weights
+    record = measure(x, f, "global")
+    assert abs(record.s) > 1e-3
+    assert record.s_added == pytest.approx(0.0, abs=1e-6)
+
+
 def test_measuring_has_no_side_effects():
     model = timm.create_model("test_vit_ortho", drop_path_rate=0.5).train()
     model.blocks[0].eval()  # users do this with a frozen block
@@ -39,7 +65,7 @@ def test_measuring_has_no_side_effects():
     record_dynamics(model, torch.zeros(2, 3, 160, 160), sites)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
-    assert not any(site.connection._forward_pre_hooks for site in sites)
+    assert not any(site.connection._forward_hooks for site in sites)
 
 
 class Unused(nn.Module):
@@ -63,4 +89,4 @@ def test_hooks_are_removed_when_the_model_fails():
     model = OneSite(torch.randn(1, 5))
     with pytest.raises(ValueError, match="same shape"):
         record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))
-    assert not model.connection_mlp._forward_pre_hooks
+    assert not model.connection_mlp._forward_hooks

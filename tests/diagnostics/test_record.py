@@ -18,7 +18,7 @@ import timm_ortho
 from timm_ortho.diagnostics import record_dynamics
 
 COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
-           "cosine", "rho", "theta"]
+           "cosine", "s", "s_added", "rho", "theta"]
 
 
 def vit(connection="feature", **arguments):
@@ -70,6 +70,7 @@ def test_known_angle():
     assert (row["step"], row["layer"], row["kind"], row["name"]) == (0, 0, "mlp", "connection_mlp")
     expected = dict(stream=9, parallel=16, orthogonal=9, parallel_share=16 / 9, orthogonal_share=1, cosine=0.8)
     assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert (row["s"], row["s_added"]) == pytest.approx((4 / 3, 0), abs=1e-5)
     assert row["rho"] is row["theta"] is None
 
 
@@ -110,7 +111,21 @@ def test_rows_agree_with_record_dynamics(connection):
     assert len(recorder.rows) == 4
     for row, site in zip(recorder.rows, expected, strict=True):
         assert (row["layer"], row["kind"], row["name"]) == site[:3]
-        assert [row[key] for key in site._fields[3:7]] == pytest.approx(site[3:7], rel=1e-5)
+        for key in ("stream", "parallel", "orthogonal", "cosine", "s", "s_added"):
+            assert row[key] == pytest.approx(getattr(site, key), rel=1e-5, abs=1e-7)
+
+
+def test_s_added_follows_the_draws_of_a_probability():
+    """In training, each call adds the parallel part or omits it. Evaluation adds its mean."""
+    model = OneSite(torch.tensor([[4.0, 3.0]]))
+    model.connection_mlp.prob = 0.25
+    with timm_ortho.record(model, every=1) as recorder:
+        for seed in range(20):
+            torch.manual_seed(seed)
+            model(torch.tensor([[3.0, 0.0]]))
+    assert {round(row["s_added"], 3) for row in recorder.rows} == {0.0, 1.333}
+    measured, = record_dynamics(model, torch.tensor([[3.0, 0.0]]), timm_ortho.sites(model))
+    assert (measured.s, measured.s_added) == pytest.approx((4 / 3, 0.75 * 4 / 3), rel=1e-5)
 
 
 def test_learned_weights_are_clamped():
@@ -213,7 +228,7 @@ def test_follows_a_switch_of_the_connection():
     timm_ortho.connect(model, "hybrid")
     train(model, 1)
     assert [row["rho"] for row in recorder.rows] == [None] * 4 + [1.0] * 4
-    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
 
 
 def test_invalid_arguments():
@@ -231,7 +246,7 @@ def test_a_pass_that_fails_leaves_no_hook_and_no_row():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(images())
     assert recorder.rows == []
-    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
 
 
 def test_an_interrupted_pass_leaves_no_rows():
@@ -287,10 +302,10 @@ def test_sites_have_hooks_only_during_a_recorded_pass():
     timm_ortho.record(model, every=2)
     hooked = []
     model.norm.register_forward_hook(lambda *_: hooked.append(
-        [len(site.connection._forward_pre_hooks) for site in timm_ortho.sites(model)]))
+        [len(site.connection._forward_hooks) for site in timm_ortho.sites(model)]))
     train(model, 3)
     assert hooked == [[1] * 4, [0] * 4, [1] * 4]
-    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
 
 
 def test_a_recorded_step_is_cheap_enough():

@@ -10,6 +10,7 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
     "switch_reinitialised": ("connection_switch_reinitialised", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "switch_kept": ("connection_switch_continuous", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "layer_pattern": ("layer_pattern", {"layers": ["none", "0,1", "all"]}, {"layers": "none"}),
+    "branch_kinds": ("", {"branches": ["none", "attention", "mlp", "both"]}, {"branches": "none"}),
     "probability": ("probability", {"probability": [0.0, 0.5, 1.0]}, {"probability": 0.0}),
     "epsilon": ("epsilon", {"connection_eps": [1e-8, 1e-6]}, {"connection_eps": 1e-6}),
     "learning_rate": ("learning_rate_sweep", {"lr": [1e-3, 5e-4]}, {"connection": "linear"}),
@@ -103,7 +104,8 @@ def recorded(connection, seed, steps=6):
             rows.append({
                 "step": 10 * index, "layer": layer, "kind": kind, "name": f"blocks.{layer}.{kind}",
                 "stream": 50.0 + 5 * apart + noise, "parallel": 1.0 + index, "orthogonal": 3.0, "parallel_share": 0.02,
-                "orthogonal_share": 0.06, "cosine": -0.1 * apart + noise,
+                "orthogonal_share": 0.06, "cosine": -0.1 * apart + noise, "s": -0.02 * apart + noise,
+                "s_added": -0.02 * apart + noise if connection == "linear" else 0.0,
                 "rho": 1.0 + 0.1 * index if connection == "hybrid" else None,
                 "theta": 0.2 * layer if connection == "hybrid" else None})
     return rows
@@ -113,10 +115,11 @@ def connections_in(name, cell):
     """Return the connections with which the shipped study runs this cell of its grid."""
     if "switch" in cell:
         return ["feature" if cell["switch"][1] == "O" else "linear"]
-    unchanged = cell.get("layers") == "none" or cell.get("where") == "nowhere" or cell.get("probability") == 0.0
+    unchanged = "none" in (cell.get("layers"), cell.get("branches")) or cell.get("where") == "nowhere" or cell.get(
+        "probability") == 0.0
     if unchanged or name.startswith("skip"):
         return ["linear"]
-    if name in ("layer_pattern", "probability", "epsilon", "confirm_poolformer"):
+    if name in ("layer_pattern", "branch_kinds", "probability", "epsilon", "confirm_poolformer"):
         return ["feature"]
     if cell.get("start") in ("orthogonal", "linear"):
         return ["hybrid"]

@@ -120,11 +120,57 @@ def test_the_axes_fit_all_epochs(epochs):
     runs = [run_of(connection, 0, epochs=epochs) for connection in ("linear", "feature")]
     training = next(drawing for drawing in drawings(study_of("compare"), runs) if drawing.name == "training")
     axes = training.draw().axes
-    assert [panel.get_yscale() for panel in axes] == ["log", "linear"]
+    assert [panel.get_yscale() for panel in axes] == ["log", "linear", "linear"]
     for panel in axes:
         low, high = panel.get_ylim()
         assert all(low <= value <= high for line in panel.lines for value in line.get_ydata())
     assert "training loss, with a logarithmic y axis" in training.caption.lower()
+
+
+def test_loss_by_step_and_accuracy_by_time():
+    """A point by time is at the mean time of the runs. Runs of older versions have other names for their times."""
+    runs = [run_of(connection, seed, batch_size=8, device=f"machine {seed}") for connection in ("linear", "feature")
+            for seed in (0, 1)]
+    for run in runs[1::2]:
+        run["history"] = [{**row, "seconds": None, "train_seconds": 4.0} for row in run["history"]]
+    study = study_of("compare", data={"train": 83, "validation": 10, "classes": None, "channels": 1, "image_size": None,
+                                      "size_from": "", "first_image": None, "validation_split": "test"})
+    loss, by_epoch, by_time = drawn(study, runs)["training"].axes
+    assert (loss.get_xlabel(), list(loss.lines[0].get_xdata())) == ("training step", [10, 20, 30])
+    assert (by_epoch.get_xlabel(), list(by_epoch.lines[0].get_xdata())) == ("epoch", [1, 2, 3])
+    assert (by_time.get_xlabel(), list(by_time.lines[0].get_xdata())) == (
+        "seconds of training and evaluation", [3.0, 6.0, 9.0])
+    assert list(by_time.lines[0].get_ydata()) == [70.0, 80.0, 90.0]
+    caption = drawings(study, runs)[0].caption
+    assert "wall-clock time on machine 0, machine 1. It includes evaluation" in caption
+    assert "x axes: training step, epoch, seconds of training and evaluation." in caption
+
+
+@pytest.mark.parametrize(("seconds", "unit", "ends"), [(50.0, "minutes", 2.5), (1800.0, "hours", 1.5)])
+def test_the_unit_of_time_fits_the_runs(seconds, unit, ends):
+    run = run_of("linear", 0)
+    run["history"] = [{**row, "seconds": seconds} for row in run["history"]]
+    axes = drawn(study_of("compare"), [run])["training"].axes[-1]
+    assert (axes.get_xlabel(), axes.lines[0].get_xdata()[-1]) == (f"{unit} of training and evaluation", ends)
+
+
+def test_unknown_steps_and_times():
+    """Runs of train.py have no times, and runs with several batch sizes have no common number of steps."""
+    study = study_of("compare", data={"train": 83, "validation": 10, "classes": None, "channels": 1, "image_size": None,
+                                      "size_from": "", "first_image": None, "validation_split": "test"})
+    runs = [{**train_py_run("linear", seed), "batch_size": 8 * (seed + 1)} for seed in (0, 1)]
+    loss, top1 = drawn(study, runs)["training"].axes
+    assert (loss.get_xlabel(), top1.get_xlabel()) == ("epoch", "epoch")
+    assert "wall-clock" not in drawings(study, runs)[0].caption
+
+
+def test_training_is_drawn_in_every_report():
+    """Without `training` in the layout, each row has the runs that are compared with one baseline."""
+    titles = [axes.get_title(loc="left") for axes in drawn(study_of("learning_rate"), runs_of("learning_rate"))[
+        "training"].axes]
+    assert [title.partition(":")[0] for title in titles] == ["1e-3"] * 3 + ["5e-4"] * 3
+    axes = drawn(study_of("layer_pattern"), runs_of("layer_pattern"))["training"].axes
+    assert [line.get_label() for line in axes[2].lines] == ["none", "0,1", "all"]
 
 
 def test_chance_is_marked_if_an_accuracy_is_near():
@@ -221,6 +267,18 @@ def test_switches_are_marked():
 def test_transitions_are_marked():
     found = drawn(study_of("dynamics"), runs_of("dynamics"))["stream_mlp"]
     assert [list(axes.lines[-1].get_xdata()) for axes in found.axes] == [[30, 30]] * 2
+
+
+def test_coefficients_are_drawn_if_they_are_recorded():
+    found = {drawing.name: drawing for drawing in drawings(study_of("dynamics"), runs_of("dynamics"))}
+    linear, orthogonal = found["s_added_mlp"].draw().axes[0].lines
+    assert set(orthogonal.get_ydata()) == {0.0} != set(linear.get_ydata())
+    assert "s = <x, f> / (|x|² + ε) is the signed coefficient" in found["s_mlp"].caption
+    assert "transition point" not in found["s_mlp"].caption
+    old = [{**run, "dynamics": [{key: value for key, value in row.items() if key not in ("s", "s_added")}
+                                for row in run["dynamics"]]} for run in runs_of("dynamics")]
+    assert found.keys() - drawn(study_of("dynamics"), old).keys() == {
+        "s_mlp", "s_attention", "s_added_mlp", "s_added_attention"}
 
 
 def test_forest_has_the_intervals_and_the_papers_effects():

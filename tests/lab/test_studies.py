@@ -102,6 +102,15 @@ def test_numbers_of_runs_in_the_list_and_in_headers_agree(name, listed):
     assert not missing, f"{design.shipped()[name]}: write '{missing[0]} ...' into the comment at the top"
 
 
+def test_branches_with_the_orthogonal_connection():
+    found = {}
+    for variant in design.load("branch_kinds", "smoke").variants({"dataset": "digits", "device": "cpu"}):
+        with on_meta():
+            sites = timm_ortho.sites(build(variant.options))
+        found[variant.cell["branches"]] = {site.kind for site in sites if site.connection.name == "feature"}
+    assert found == {"none": set(), "attention": {"attention"}, "mlp": {"mlp"}, "both": {"attention", "mlp"}}
+
+
 def test_runs_of_a_family_differ_only_in_the_connection():
     """Check all scales. At scale small, also check that the models have fewer than 300,000 parameters."""
     for scale in design.SCALES:

@@ -369,6 +369,6 @@ def test_recorded_rows_exclude_padding(connection):
             model(inputs)
     together, *alone = ([row for row in recorder.rows if row["step"] == step] for step in range(1 + len(SIZES)))
     for site, row in enumerate(together):
-        for key in ("stream", "parallel", "orthogonal", "cosine"):
+        for key in ("stream", "parallel", "orthogonal", "cosine", "s", "s_added"):
             mean = sum(n * rows[site][key] for n, rows in zip(tokens, alone, strict=True)) / sum(tokens)
             assert row[key] == pytest.approx(mean, rel=1e-9, abs=1e-12), (row["name"], key)

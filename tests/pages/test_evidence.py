@@ -446,11 +446,12 @@ def part_two(tmp_path, monkeypatch):
         result, made = design.load(name, "small"), []
         for seed, variant in itertools.product(range(result.seeds), result.variants({})):
             top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
-            history = [{"train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1} for epoch in range(8)]
+            history = [{"epoch": epoch, "train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1,
+                        "train_seconds": 1.0} for epoch in range(8)]
             made.append({
                 "cell": dict(variant.cell), "connection": variant.connection, "seed": 200 + seed, "top1": top1,
                 "history": history, "labels": [str(label) for label in range(classes)], "seconds": 10.0, "loss": 1.0,
-                "parameters": 1,
+                "parameters": 1, "device": "cpu",
                 "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
         study = {"name": name, "title": name, "kind": "training", "dataset": data, "connections": ["linear", "feature"],
                  "axes": dict(result.grid), "seeds": list(range(result.seeds))}
@@ -501,6 +502,6 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "Studies S1, S2 and S4 use the recipe `" in after
     assert "\n| setting | C2 | C1 | H1 | paper, Tiny ImageNet | paper, CIFAR-10 |\n" in after
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 | 64 |\n" in after
-    assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}
+    assert set(evidence.pictures()) == {"questions", "differences", "by_epoch", "by_time"}
     shutil.rmtree(pages.RESULTS / "studies" / f"cifar_width-{hypotheses.CIFAR}-small")
     assert evidence.untested(evidence.of_vits())[-1] == "width 384"

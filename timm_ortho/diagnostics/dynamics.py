@@ -1,15 +1,21 @@
 """Measure norms and angles of stream and branch output at each site with forward hooks.
 
 A site is one residual addition in a block. With the stream x (after the connection's skip transform, if any) and the
-branch output f, the values of a site are (Oh et al. 2025, Section 3.5, Figures 3 and 10 to 12):
+branch output f, the values of a site are (Oh et al. 2025, Section 3.5, Figures 3 and 10 to 12, and Appendix D):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
+    s = <x, f> / (|x|^2 + eps)    s_added = <x, y - x> / (|x|^2 + eps)
+
+s is the signed coefficient of the parallel component, f_par = s x. s_added is the coefficient of what the connection
+really adds to x: y is its output. For ``linear``, s_added is s. For ``feature``, s_added is 0, up to rounding and eps;
+with the probability pi, it is s or 0 in training, and (1 - pi) s in evaluation. For ``hybrid``, it is rho sin(theta) s.
+For ``global``, whose projection covers all tokens, only the mean of s_added weighted by |x|^2 is 0.
 
 Norms and products run over the channel axis for every connection, including ``global``, so that connections can be
 compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. If one
 forward pass calls a connection several times, its values are averaged over the calls. A connection with groups of
 channels decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosines`` lists the cosine of each
-group, and ``cosine`` is their mean.
+group, and ``cosine``, ``s`` and ``s_added`` are means over the groups.
 
 :func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
 are ratios of averages. A ratio for each token would be undefined for tokens of zeros, such as the paper's class token
@@ -46,29 +52,37 @@ class SiteDynamics(NamedTuple):
     orthogonal: float
     cosine: float
     cosines: Tuple[float, ...] = ()  # one for each group; empty without groups, or if no call was measured
+    s: float = math.nan
+    s_added: float = math.nan
 
 
 # ---------------------------------------------------------------------------------------- one measurement
-def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-    """Return a tensor ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, on the device of ``x``.
+def measure(
+        connection: Connection, y: Tensor, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
+    """Return a tensor ``[stream, parallel, orthogonal, cosine, s, s_added]``, on the device of ``x``.
 
-    With groups of channels, the cosine of each group is appended.
+    ``y`` is the output of the connection, and the remaining arguments are its inputs. With groups of channels, the
+    cosine of each group is appended.
 
-    >>> measure(timm_ortho.FeatureConnection(), torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]))
-    tensor([ 9.0000, 16.0000,  9.0000,  0.8000])
+    >>> x, f, connection = torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]), timm_ortho.LinearConnection()
+    >>> measure(connection, connection(x, f), x, f)
+    tensor([ 9.0000, 16.0000,  9.0000,  0.8000,  1.3333,  1.3333])
     """
     x = connection.carried(x)
     # float32, because the square of a norm of 256 overflows float16
-    x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
+    x, f, y = (t if t.dtype == torch.float64 else t.float() for t in (x, f, y))
+    added = y - x
     real = real_tokens(attn_mask, x, connection.mask_layout)
     if real is not None:
-        x, f = without_padding(x, real), without_padding(f, real)
+        x, f, added = (without_padding(t, real) for t in (x, f, added))
     dim = connection.dim % x.dim()  # after unflatten: the axis of the groups, followed by the axis of their channels
-    x, f = (t.unflatten(dim, (connection.groups, -1)) for t in (x, f))
+    x, f, added = (t.unflatten(dim, (connection.groups, -1)) for t in (x, f, added))
     parallel, orthogonal = decompose(x, f, dim + 1, connection.eps)
     squares = [part.square().sum((dim, dim + 1)).mean() for part in (x, parallel, orthogonal)]
     cosines = nn.functional.cosine_similarity(x, f, dim=dim + 1)
-    means = torch.stack([*squares, cosines.mean()])
+    n = x.square().sum(dim + 1) + connection.eps
+    coefficients = [((x * part).sum(dim + 1) / n).mean() for part in (f, added)]
+    means = torch.stack([*squares, cosines.mean(), *coefficients])
     if connection.groups > 1:
         means = torch.cat([means, cosines.movedim(dim, 0).flatten(1).mean(1)])
     return means if real is None else means / real.to(means).mean()  # the means count padding as zeros
@@ -76,14 +90,14 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
 
 @contextmanager
 def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Measure the inputs of each call of a connection. Pass the connection's index and the measurement to ``add``."""
-    def hook(index: int, connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any]) -> None:
+    """Measure each call of a connection. Pass the connection's index and the measurement to ``add``."""
+    def hook(index: int, connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any], output: Tensor) -> None:
         with torch.no_grad():
-            add(index, measure(connection, *inputs, **options))
+            add(index, measure(connection, output, *inputs, **options))
 
     with ExitStack() as hooks:
         for index, connection in enumerate(connections):
-            hooks.enter_context(connection.register_forward_pre_hook(partial(hook, index), with_kwargs=True))
+            hooks.enter_context(connection.register_forward_hook(partial(hook, index), with_kwargs=True))
         yield
 
 
@@ -113,10 +127,10 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
 
     with _measuring([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
-    values = [torch.stack(means).mean(0).tolist() if means else [math.nan] * 4 for means in calls]
+    values = [torch.stack(means).mean(0).tolist() if means else [math.nan] * 6 for means in calls]
     return [
-        SiteDynamics(site.layer, site.kind, site.name, stream, parallel, orthogonal, cosine, tuple(cosines))
-        for site, (stream, parallel, orthogonal, cosine, *cosines) in zip(sites, values, strict=True)
+        SiteDynamics(site.layer, site.kind, site.name, stream, parallel, orthogonal, cosine, tuple(cosines), s, s_added)
+        for site, (stream, parallel, orthogonal, cosine, s, s_added, *cosines) in zip(sites, values, strict=True)
     ]
 
 
@@ -152,7 +166,7 @@ class Recorder:
     | --- | --- |
     | ``step`` | number of training passes before this pass |
     | ``layer``, ``kind``, ``name`` | fields of the :class:`timm_ortho.Site` |
-    | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | defined in the module docstring |
+    | ``stream``, ``parallel``, ``orthogonal``, ``cosine``, ``s``, ``s_added`` | defined in the module docstring |
     | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` divided by ``stream`` |
     | ``rho``, ``theta`` | learned values of a hybrid connection after clamping; None for other connections |
     | ``cosines`` | list with the cosine of each group; only for connections with groups of channels |
@@ -336,14 +350,15 @@ class _Pass:
         return [self._row(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()]
 
     def _row(self, site: Site, values: List[float]) -> RecordedRow:
-        stream, parallel, orthogonal, cosine, *rest = values
+        stream, parallel, orthogonal, cosine, s, s_added, *rest = values
         groups = site.connection.groups if site.connection.groups > 1 else 0
         rho, theta = rest[groups:] or (None, None)
         return {
             "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
             "stream": stream, "parallel": parallel, "orthogonal": orthogonal,
             "parallel_share": _ratio(parallel, stream), "orthogonal_share": _ratio(orthogonal, stream),
-            "cosine": cosine, "rho": rho, "theta": theta, **({"cosines": rest[:groups]} if groups else {}),
+            "cosine": cosine, "s": s, "s_added": s_added, "rho": rho, "theta": theta,
+            **({"cosines": rest[:groups]} if groups else {}),
         }
 
 

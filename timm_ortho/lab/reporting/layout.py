@@ -10,7 +10,7 @@
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
-| `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
+| `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS`; always `training` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
 A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. The study's key
@@ -90,18 +90,18 @@ MEASURES = {
 
 TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogonal`
     "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "branch": "|f|²", "cosine": "cosine of x and f",
-    "rho": "ρ", "theta": "θ",
+    "s": "s of f", "s_added": "s of y − x", "rho": "ρ", "theta": "θ",
 }
 
 # The plots and their options. `by` is a dimension: each of its values has a plot or panel. `lines` are the dimensions
 # that name a line. All plots accept the options `name` (of the file) and `caption`. `stream`, `traces` and
 # `learned_weights` ignore both, and `last_branch` ignores `name`.
 PLOTS = {
-    "training": ("by", "lines"),  # loss and top-1 by epoch
+    "training": ("by", "lines"),  # loss by step, top-1 by epoch and by time
     "curves": ("by", "lines", "column"),  # one column of the history by epoch
     "points": ("x", "lines", "measures", "log", "pearson"),  # measures over the dimension `x`
     "stream": ("lines",),  # norm and cosine of each site, from the probes
-    "traces": ("lines",),  # recorded squared norms and cosines of each site, by training step
+    "traces": ("lines",),  # recorded norms, cosines and coefficients s of each site, by training step
     "last_branch": ("by", "lines"),  # squared norms of the last branch's output, by training step
     "learned_weights": ("by",),  # rho and theta by training step; `by` is the dimension of their start values
 }

@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
@@ -59,6 +60,7 @@ class Panel:
 
     title: str
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
+    below: str = ""  # title of the x axis; by default that of the chart
     marks: Sequence[float] = ()  # x of dotted vertical lines
     log: bool = False  # whether the y axis is logarithmic
     chance: Optional[float] = None  # y of a dotted line, which is drawn if a value is less than twice as high
@@ -82,13 +84,22 @@ class Scene(NamedTuple):
         return self.layout.name(options.get("lines", own))
 
     def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-        """Group the runs by the dimension in the option `by`. Without this option, all runs form one unnamed group."""
-        return list(grouped(runs, self.layout.name([options["by"]] if "by" in options else [])).items())
+        """Group the runs by the dimensions in the option `by`. Without this option, all runs form one unnamed group."""
+        by = options.get("by", ())
+        return list(grouped(runs, self.layout.name([by] if isinstance(by, str) else by)).items())
 
 
 def drawings(scene: Scene) -> list[Drawing]:
-    """Return the plots of the layout. Plots without data are left out."""
-    return [drawing for name, options in scene.layout.plot_options() for drawing in DRAWINGS[name](scene, options)]
+    """Return the plots of the layout, and `training` if the layout does not list it. Plots without data are left out.
+
+    The added plot has a row of panels for each group of runs that are compared with one baseline.
+    """
+    plots, study = list(scene.layout.plot_options()), scene.layout.study
+    if "training" not in dict(plots):
+        compared = list(study["baseline"])
+        plots.insert(0, ("training", {"by": [axis for axis in study["axes"] if axis not in compared],
+                                      "lines": compared}))
+    return [drawing for name, options in plots for drawing in DRAWINGS[name](scene, options)]
 
 
 # ------------------------------------------------------------------------------------------ shared functions
@@ -141,7 +152,7 @@ def lines_chart(
 
     Args:
         panels: The panels, row by row.
-        below: Title of the x axes.
+        below: Title of the x axes of panels without one.
         columns: Maximal number of columns.
         shared: Give all panels the same range of y.
         ticks: Labels of x = 0, 1, ...; by default whole numbers.
@@ -155,8 +166,9 @@ def lines_chart(
     for axes, panel in zip(grid, panels, strict=False):
         for name, (look, x, curves) in panel.lines.items():
             _band(axes, x, curves, name, look)
-        _title(axes, panel.title, below)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        _title(axes, panel.title, panel.below or below)
+        whole = all(isinstance(at, int) for _, x, _ in panel.lines.values() for at in x)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole))
         if panel.log:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -207,28 +219,72 @@ def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
     """Return a line chart. Sentences about the axes and the lines are appended to `caption`."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
+    belows = dict.fromkeys(panel.below or below for panel in panels)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
-    sentences = [caption, f"x axis: {below}.",
+    sentences = [caption, f"x ax{'is' if len(belows) == 1 else 'es'}: {', '.join(belows)}.",
                  f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run."]
     return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
-                   f"Line charts by {below}: {titles}. Lines: {', '.join(lines)}.",
+                   f"Line charts by {', '.join(belows)}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
 
 
 # ------------------------------------------------------------------------------------------------ training
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 _HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
             "eval_top5": "{} top-5, %"}
 
 
-def _history(scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "") -> Panel:
+def _history(
+        scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "", steps: Optional[int] = None,
+) -> Panel:
+    """Return a panel with a column of the history by epoch or, if `steps` is the number of steps per epoch, by step."""
     title = _HISTORY[column].format(scene.layout.images)
     panel = _panel(f"{part}: {title}" if part else title, runs, name, lambda run: run["history"],
-                   lambda row: row["epoch"] + 1, lambda row: row.get(column), among=scene.having("history"))
-    panel.marks = sorted({run["switch_epoch"] for run in runs if run.get("switch_epoch")})
+                   lambda row: (row["epoch"] + 1) * (steps or 1), lambda row: row.get(column),
+                   among=scene.having("history"))
+    panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
+    panel.below = "training step" if steps else "epoch"
     panel.log, panel.chance = column.endswith("loss"), scene.layout.chance if column == "eval_top1" else None
     return panel
+
+
+def _steps(scene: Scene, runs: Sequence[Run]) -> Optional[int]:
+    """Return the training steps per epoch of runs with one batch size; None if it or the number of images is unknown.
+
+    timm's loader drops an incomplete last batch.
+    """
+    images, sizes = (scene.layout.study.get("data") or {}).get("train"), {run.get("batch_size") for run in runs}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return images // size if images and size else None
+
+
+def _elapsed(run: Run) -> list[float]:
+    """Return the seconds from the start of the training to the end of each epoch, or [] if an epoch's are unknown."""
+    # older runs have the second name
+    seconds = [row.get("train_seconds", row.get("seconds")) for row in run["history"]]
+    return list(accumulate(seconds)) if all(map(finite, seconds)) else []
+
+
+def progress(scene: Scene, runs: Sequence[Run], name: Name, part: str = "") -> tuple[Panel, Panel, Optional[Panel]]:
+    """Return three panels: training loss by step, top-1 by epoch, and top-1 by time.
+
+    A point of the last panel is an epoch, at the mean time of the runs. Without times, this panel is None.
+    """
+    loss = _history(scene, runs, "train_loss", name, part, _steps(scene, runs))
+    top1 = _history(scene, runs, "eval_top1", name, part)
+    runs = [run for run in runs if _elapsed(run)]
+    if not runs:
+        return loss, top1, None
+    unit, seconds = next((unit for unit in _UNITS if max(_elapsed(run)[-1] for run in runs) > unit[1]), _UNITS[-1])
+    timed = _history(scene, runs, "eval_top1", name, part)
+    timed.below, timed.marks = f"{unit} of training and evaluation", ()
+    for line, members in grouped(runs, name).items():
+        look, epochs, curves = timed.lines[line]
+        times = [dict(zip((row["epoch"] + 1 for row in run["history"]), _elapsed(run), strict=True)) for run in members]
+        timed.lines[line] = look, [_mean(of_run.get(at) for of_run in times) / seconds for at in epochs], curves
+    return loss, top1, timed
 
 
 def _with_chance(caption: str, layout: Layout) -> str:
@@ -236,14 +292,25 @@ def _with_chance(caption: str, layout: Layout) -> str:
 
 
 def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
-    name = scene.lines(options)
-    for part, runs in scene.parts(options, scene.having("history")):
-        panels = [_history(scene, runs, column, name, part) for column in ("train_loss", "eval_top1")]
-        subject = f"{part}: training" if part else "Training"
-        caption = options.get("caption", f"{subject} loss, with a logarithmic y axis, and accuracy on the "
-                                         f"{scene.layout.images} images.")
-        caption = _with_chance(caption, scene.layout)
-        yield _drawing(f"{options.get('name', 'training')} {part}", caption, panels, "epoch")
+    name, runs = scene.lines(options), scene.having("history")
+    rows = [progress(scene, members, name, part) for part, members in scene.parts(options, runs)]
+    if not rows:
+        return
+    timed = any(row[2] for row in rows)
+    caption = options.get("caption", "Training loss, with a logarithmic y axis, and accuracy on the "
+                                     f"{scene.layout.images} images. A point of the loss is its mean over an epoch.")
+    caption = _with_chance(caption, scene.layout)
+    if timed:
+        caption = f"{caption} {measured_time(runs)}"
+    panels = [panel or Panel("", {}) for row in rows for panel in row[:2 + timed]]
+    yield _drawing(options.get("name", "training"), caption, panels, "epoch", columns=2 + timed)
+
+
+def measured_time(runs: Sequence[Run]) -> str:
+    """Return sentences about the time of runs: what it includes and on which devices it was measured."""
+    devices = ", ".join(dict.fromkeys(run["device"] for run in runs if run.get("device") and _elapsed(run)))
+    return (f"Time is wall-clock time{f' on {devices}' if devices else ''}. It includes evaluation and the effect of "
+            "other programs on the machine. A point is at the mean time of the runs after an epoch.")
 
 
 def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
@@ -316,17 +383,27 @@ def _look(layer: int, last: int) -> dict[str, Any]:
             "linestyle": _OF_BLOCKS[layer % len(_OF_BLOCKS)]}
 
 
-_SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Figures 3 and 10",
-            "orthogonal": "Figures 10 and 12"}
+_SOURCES = {"stream": " (the paper's Figure 3)", "cosine": " (the paper's Figures 3 and 12)",
+            "parallel": " (the paper's Figures 3 and 10)", "orthogonal": " (the paper's Figures 10 and 12)",
+            "s": " (the paper's Appendix D)", "s_added": ""}
+_TRANSITION = ("A dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
+               "differ clearly at three quarters or more of the recorded steps.")
+_COEFFICIENTS = {  # sentences about plots without transition points
+    "s": "s = <x, f> / (|x|² + ε) is the signed coefficient of the parallel component s x of the branch output f.",
+    "s_added": "The connection returns y and so adds y − x to the stream x. s of y − x is <x, y − x> / (|x|² + ε). For "
+               "linear, it is s of f. For Orthogonal-F, it is zero, up to rounding.",
+}
 
 
 def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Draw the squared norms and cosines recorded by `timm_ortho.record`."""
+    """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
     runs, name = scene.having("dynamics"), scene.lines(options)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
     for kind, sites in _sites(runs).items():
         for measure, source in _SOURCES.items():
+            if not any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
+                continue
             panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, *_trace(site, measure))
                       for layer, site in sites]
             for panel, (layer, _) in zip(panels, sites, strict=True):
@@ -334,9 +411,8 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panel.marks = [] if step is None else [step]
             yield _drawing(
                 f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). A "
-                "dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
-                "differ clearly at three quarters or more of the recorded steps.",
+                f"{TRACES[measure]} in the {kind} branches, with a panel for each block{source}. "
+                f"{_COEFFICIENTS.get(measure, _TRANSITION)}",
                 panels, "training step")
 
 
