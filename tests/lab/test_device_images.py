@@ -335,8 +335,8 @@ def test_bad_options(changes, message):
 
 def test_images_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(device_images, "free_memory", lambda device: 20_000)
-    with pytest.raises(LabError, match="the images cannot be stored on the device: 96 images need 0.037 MB, but cpu has "
-                                       "0.020 MB of free memory: use --no-device-images"):
+    with pytest.raises(LabError, match=r"the images cannot be stored on the device: 96 images need 0\.037 MB, but "
+                                       r"cpu has 0\.020 MB of free memory: use --no-device-images"):
         training(**EVERYTHING)
     monkeypatch.setattr(device_images, "free_memory", lambda device: 50_000)
     training(**EVERYTHING)  # 64 x 8 x 8 x 3 + 32 x 16 x 16 x 3 = 36,864 bytes
@@ -368,7 +368,7 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0
-    with pytest.raises(LabError, match="has other settings .rand_augment_group was 4 and is now 8"):
+    with pytest.raises(LabError, match=r"has other settings \(rand_augment_group was 4 and is now 8"):
         commands.run(compared(tmp_path / "out", ["linear"], **{**EVERYTHING, "rand_augment_group": 8}))
 
 

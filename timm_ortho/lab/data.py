@@ -414,8 +414,10 @@ def _decode(
         dataset.transform = _OneSize(source.first_size, dataset.transform)
     images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
     labels = torch.empty(len(dataset), dtype=torch.long, device=device)
+    own = DataStream(device)  # a loader draws a seed, which must not change the order of the first epoch in a process
+    own.reseed(0)
     first = 0
-    for batch, targets in loader:
+    for batch, targets in own.iterate(loader):
         images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
         first += len(batch)
     return images, labels
