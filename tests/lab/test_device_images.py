@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, state, stopped, written
 from PIL import Image
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from timm_ortho import cli
@@ -134,7 +134,7 @@ def test_augmented_images_have_the_moments_of_the_loader(folder, options):
     measured = []
     for on, seed in ((True, 0), (False, 1), (False, 2)):
         one = training(folder, device_images=on, seed=seed, img_size=16, in_chans=3, batch_size=64, **options)
-        images = torch.cat([batches(one, epoch)[0].flatten(0, 1) for epoch in range(12)])
+        images = torch.cat([batches(one, epoch)[0].flatten(0, 1) for epoch in range(8)])
         columns = images.mean((0, 2)), images.mean((0, 3))  # the distributions of the crop over rows and columns
         measured.append(torch.cat([images.mean((0, 2, 3)), images.var((0, 2, 3)), *map(torch.flatten, columns),
                                    images.flatten(1).var(1).mean()[None], images.mean((2, 3)).var(0)]))
@@ -174,10 +174,8 @@ def test_boxes_are_those_of_torchvision():
     boxes = torch.stack(device_images._boxes(4000, 20, 30, scale, ratio, CPU), 1)
     tops, lefts, heights, widths = boxes.unbind(1)
     assert torch.stack([tops, lefts, 20 - tops - heights, 30 - lefts - widths]).min() == 0
-    theirs = v2.RandomResizedCrop(8, scale, ratio)
     image = torch.zeros(1, 20, 30)
-    drawn = [theirs.make_params([image]) for _ in range(4000)]
-    other = torch.tensor([[float(box[key]) for key in ("top", "left", "height", "width")] for box in drawn])
+    other = torch.tensor([RandomResizedCrop.get_params(image, scale, ratio) for _ in range(4000)]).float()
     torch.testing.assert_close(boxes.mean(0), other.mean(0), rtol=0, atol=0.3)
     torch.testing.assert_close(boxes.std(0), other.std(0), rtol=0, atol=0.3)
 
@@ -196,7 +194,7 @@ def test_resized_crop_is_torchvisions(monkeypatch, mode):
     monkeypatch.setattr(
         device_images, "_boxes", lambda *_: [torch.full((2,), float(value)) for value in box])
     mine = device_images.resized_crop(images, (18, 15), (1, 1), (1, 1), mode)
-    theirs = F.resized_crop(images.float(), *box, [18, 15], interpolation=v2.InterpolationMode(mode), antialias=False)
+    theirs = F.resized_crop(images.float(), *box, [18, 15], interpolation=InterpolationMode(mode), antialias=False)
     inner = (mine.float() - theirs.clamp(0, 255))[..., 6:-6, 6:-6].abs()
     assert inner.max() <= 0.51
 
@@ -225,6 +223,14 @@ def test_each_image_has_its_own_colours():
         assert len({tuple(image.flatten().tolist()) for image in changed}) == 8
     assert torch.equal(device_images.color_jitter(same), same)
     assert device_images.color_jitter(same[:, :1], 0.1, 0.1, 0.1, 0.1).shape == (8, 1, 4, 4)
+
+
+def test_each_image_has_its_own_order_of_changes(monkeypatch):
+    torch.manual_seed(0)
+    amounts = iter((1.5, 0.5, 1.8, 0.2))
+    monkeypatch.setattr(device_images, "_factors", lambda images, *_, **__: torch.full((64, 1, 1, 1), next(amounts)))
+    changed = device_images.color_jitter(torch.rand(1, 3, 4, 4).repeat(64, 1, 1, 1), 0.5, 0.5, 0.8, 0.2)
+    assert 12 < len({tuple(image.flatten().tolist()) for image in changed}) <= 24
 
 
 def test_a_group_shares_the_operations_of_rand_augment():

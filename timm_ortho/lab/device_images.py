@@ -273,13 +273,10 @@ def _as_bytes(images: torch.Tensor) -> torch.Tensor:
 
 def padded_crop(images: torch.Tensor, padding: int) -> torch.Tensor:
     """Pad each image with black pixels on all sides, and crop its original size at a random position."""
-    count, _, height, width = images.shape
-    padded = F.pad(images, [padding] * 4)
-    top, left = torch.randint(2 * padding + 1, (2, count, 1), device=images.device)
-    rows = (top + torch.arange(height, device=images.device))[:, :, None]
-    columns = (left + torch.arange(width, device=images.device))[:, None, :]
-    image = torch.arange(count, device=images.device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[image, rows, columns].permute(0, 3, 1, 2)
+    image, channel, row, column = torch.meshgrid(
+        *(torch.arange(length, device=images.device) for length in images.shape), indexing="ij")
+    top, left = torch.randint(2 * padding + 1, (2, len(images), 1, 1, 1), device=images.device)
+    return F.pad(images, [padding] * 4)[image, channel, top + row, left + column]
 
 
 def resized_crop(
