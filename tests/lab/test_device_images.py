@@ -125,7 +125,7 @@ def test_without_augmentation_training_images_are_those_of_the_loader(folder):
 @pytest.mark.parametrize("options", [
     dict(scale=[0.3, 1.0], ratio=[0.75, 1.33], hflip=0.5, vflip=0.5),
     dict(color_jitter=[0.5, 0.5, 0.5, 0.2]),
-    dict(reprob=0.6, remode="pixel"),
+    dict(reprob=0.9, remode="const", mean=[0.0]),
     dict(mixup=0.4, cutmix=1.0),
 ], ids=["crop-flip", "jitter", "erasing", "mixing"])
 def test_augmented_images_have_the_moments_of_the_loader(folder, options):
