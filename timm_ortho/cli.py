@@ -96,6 +96,7 @@ def _add_compare(commands: Any) -> None:
     add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
+    _add_device_images(parser)
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"],
         help="data type of --amp (default: float16 on a GPU, bfloat16 on a CPU)")
@@ -110,7 +111,7 @@ def _add_compare(commands: Any) -> None:
 
 
 _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device", "amp",
-           "amp_dtype", "torchcompile", "device_modules")
+           "amp_dtype", "torchcompile", "device_modules", "device_images")
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -171,6 +172,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
         help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
+    _add_device_images(parser)
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
     _add_modules(parser)
@@ -187,6 +189,13 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
     add("--slurm", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="option of sbatch: partition=gpu, account=me")
+
+
+def _add_device_images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device-images", action=argparse.BooleanOptionalAction,
+        help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
+             "if they need less than a quarter of its free memory)")
 
 
 def _study(parsed: argparse.Namespace) -> int:
@@ -208,7 +217,8 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
     return lab.Request(
         lab.load(parsed.name, parsed.scale),
-        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device", "device_modules"))},
+        {**dict(parsed.option),
+         **_requested(parsed, ("dataset", "data_dir", "device", "device_modules", "device_images"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
         only=parsed.only,

@@ -182,6 +182,7 @@ def _crop(recipe: dict) -> list[Option]:
                "never shifts an image without rescaling it."),
         Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
         Option("ratio", [1.0, 1.0]),
+        Option("crop_padding", 4, "the paper's crop, with --device-images in place of rrc; train.py ignores this key"),
         interpolation,
         Option("hflip", recipe["hflip"]),
     ]
@@ -200,6 +201,8 @@ def _augmentation(recipe: dict) -> list[Option]:
                "are in timm only. The t of tincreasing3a is for the name of a set of operations. timm has no set of "
                "this name and uses its usual set. The name contains 3a, so that timm keeps the colour jitter beside "
                "RandAugment."),
+        Option("rand_augment", [operations, magnitude],
+               "the paper's, with --device-images in place of aa; train.py ignores this key"),
         Option("color_jitter", list(jitter.values()),
                f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),

@@ -33,7 +33,7 @@ from PIL import Image
 from timm_ortho.hub.trained_run import CheckpointRun
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
-from timm_ortho.lab.options import known_options
+from timm_ortho.lab.options import DEVICE_OPTIONS, known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.runs.folders import read_history
@@ -105,7 +105,7 @@ def test_connections_train_to_different_weights(study):
 
 def test_args_are_timms_options(study):
     args = read_yaml(study / "feature-seed0" / "args.yaml")
-    assert set(args) == set(known_options())
+    assert set(args) == set(known_options()) - set(DEVICE_OPTIONS)
     assert (args["seed"], args["model"], args["device_modules"]) == (0, "vit_small_ortho", ["timm_ortho"])
     assert args["model_kwargs"] == {**KWARGS, "img_size": 16, "connection": "feature"}
 

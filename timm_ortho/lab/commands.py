@@ -154,6 +154,8 @@ def _opening(planned: StudyPlan) -> list[str]:
              f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
              f"{' or '.join(map(str, epochs))}"]
     data = study.get("data")
+    if data and "on_device" in data:
+        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
     if data:
         size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first}" if first and first != size else ""

@@ -7,9 +7,10 @@ import math
 import random
 from argparse import Namespace
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from .._images import opened
 from .._text import error_text
 from ..runs.folders import class_names
-from . import LabError, one_line
+from . import LabError, device_images, one_line
 from .image_folder import (
     LAYOUT,
     READERS,
@@ -156,6 +157,8 @@ class Source:
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None if images are streamed
     labels: Optional[list[str]] = None  # class names, if the data set has them
     fingerprint: Optional[str] = None  # digest of the files of an image folder
+    # decoded images and labels on a device, by split, size and device
+    decoded: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 def open_source(options: Namespace, hold_out: int = 0) -> Source:
@@ -308,7 +311,7 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
 
 # ---------------------------------------------------------------------------------------------- loaders
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
-    """Return timm's training loader and validation loader.
+    """Return a training loader and a validation loader: timm's, or those of `device_images`.
 
     Their batches are on the device and normalised. Training batches are also mixed, if the options use mixup or cutmix.
     Workers are restarted for each epoch, because a checkpoint does not contain the random states of running workers.
@@ -316,12 +319,15 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
+    mixing = _mixup_arguments(options, source)
+    if vars(options).get("device_images"):
+        decode = partial(_decoded, options, source, data_config, device)
+        return device_images.loaders(options, source, data_config, device, decode, mixing)
     for split in (source.train, source.validation):
         # Do not cache in workers: their memory is lost after each epoch. Pillow uses 4 bytes per RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
-    mixing = _mixup_arguments(options, source)
     common = dict(
         **{key: data_config[key] for key in ("input_size", "mean", "std")}, num_workers=options.workers,
         pin_memory=options.pin_mem, device=device, persistent_workers=False)
@@ -349,6 +355,72 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         **common,
     )
     return train, validation
+
+
+class _OtherSizeError(LabError):
+    """An image has another size than the first."""
+
+
+class _OneSize:
+    """Apply a transform to images of one size. Any other size raises an `_OtherSizeError`."""
+
+    def __init__(self, size: tuple[int, int], transform: Callable) -> None:
+        self.size, self.transform = size, transform
+
+    def __call__(self, image: Image.Image) -> Any:
+        if image.size[::-1] != self.size:
+            (height, width), own = self.size, " x ".join(map(str, image.size[::-1]))
+            raise _OtherSizeError(
+                f"images on the device need one size, but the first has {height} x {width} pixels and another {own}: "
+                "set --img-size, or use --no-device-images")
+        return self.transform(image)
+
+
+def _decoded(
+        options: Namespace, source: Source, data_config: dict, device: torch.device, split: str, size: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
+
+    Args:
+        options: timm's options.
+        source: The opened data set.
+        data_config: The result of timm's `resolve_data_config`.
+        device: The device.
+        split: `train`, or `validation`, whose images get timm's transform for evaluation.
+        size: The height and width of the images. Training images that differ in size get the model's size instead.
+    """
+    key = split, tuple(size), str(device)
+    if key not in source.decoded:
+        try:
+            source.decoded[key] = _decode(options, source, data_config, device, *key[:2])
+        except _OtherSizeError:
+            model_size = data_config["input_size"][1:]
+            if (options.img_size is None and options.input_size is None) or tuple(size) == tuple(model_size):
+                raise
+            source.decoded[key] = _decode(options, source, data_config, device, split, model_size, several=True)
+    return source.decoded[key]
+
+
+def _decode(
+        options: Namespace, source: Source, data_config: dict, device: torch.device, split: str, size: Sequence[int],
+        several: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dataset, training = getattr(source, split), split == "train"
+    loader = create_loader(
+        dataset, (source.in_chans, *size), batch_size=256, is_training=False, use_prefetcher=True,
+        interpolation=data_config["interpolation"], crop_pct=1.0 if training else data_config["crop_pct"],
+        num_workers=options.workers, device=device, persistent_workers=False).loader
+    if training and not several:
+        dataset.transform = _OneSize(source.first_size, dataset.transform)
+    images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
+    labels = torch.empty(len(dataset), dtype=torch.long, device=device)
+    own = DataStream(device)  # a loader draws a seed, which must not change the order of the first epoch in a process
+    own.reseed(0)
+    first = 0
+    for batch, targets in own.iterate(loader):
+        images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
+        first += len(batch)
+    return images, labels
 
 
 def mixes(options: Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""List the options of timm's `train.py`, from `recipes/train_options.json`.
+"""List the options of timm's `train.py`, from `recipes/train_options.json`, and those of the lab's own loop.
 
 | key | meaning |
 | --- | --- |
@@ -21,10 +21,24 @@ DEFAULTS = {
 }
 
 
+# Options of `lab.device_images`, which timm's `train.py` lacks and ignores. The plan of a run contains them only if its
+# images are stored on the device.
+DEVICE_OPTIONS = {
+    "device_images": {"type": "flag", "default": None, "lab": "used", "about": "data"},
+    # pad by this many pixels and crop, in place of `train_crop_mode`
+    "crop_padding": {"type": "int", "default": 0, "lab": "used", "about": "data"},
+    # number of operations and magnitude (0 to 30) of torchvision's RandAugment, in place of `aa`
+    "rand_augment": {"type": "int", "default": None, "list": True, "lab": "used", "about": "data"},
+    # images that share one draw of RandAugment's operations
+    "rand_augment_group": {"type": "int", "default": 64, "lab": "used", "about": "data"},
+}
+
+
 @cache
 def known_options() -> Mapping[str, Mapping[str, Any]]:
-    """Return the options of timm's `train.py` by name, with the keys above."""
-    return json.loads(files(__package__).joinpath("recipes", "train_options.json").read_text(encoding="utf-8"))
+    """Return the options of timm's `train.py` and of the lab's own loop by name, with the keys above."""
+    file = files(__package__).joinpath("recipes", "train_options.json")
+    return {**json.loads(file.read_text(encoding="utf-8")), **DEVICE_OPTIONS}
 
 
 def defaults() -> dict[str, Any]:

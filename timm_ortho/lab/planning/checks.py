@@ -14,11 +14,11 @@ from timm.layers import PatchEmbed
 
 from ..._images import data_config
 from ..._text import error_text
-from .. import LabError
+from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import RunPlan
 from ..image_folder import is_here
-from ..options import defaults, known_options, options_with
+from ..options import DEVICE_OPTIONS, defaults, known_options, options_with
 from ..running.loop import Training, build_model
 from . import recipe
 from .design import Variant
@@ -48,7 +48,18 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Sourc
     for variant in variants:
         variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
         variant.options.val_split = source.val_split
-    return source, [_check_models(request, variant) for variant in variants]
+    sizes = [_check_models(request, variant) for variant in variants]
+    for variant, (size, _) in zip(variants, sizes, strict=True):
+        variant.options.device_images = device_images.decide(variant.options, size, source, request.options)
+        if not variant.options.device_images:
+            _drop_device_options(variant.options)
+    return source, sizes
+
+
+def _drop_device_options(options: Namespace) -> None:
+    """Remove the options of images on the device, which have no effect on a run that uses a loader."""
+    for key in DEVICE_OPTIONS:
+        delattr(options, key)
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
@@ -61,6 +72,8 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
                        "folder of train.py")
     parser = recipe.of_script(request.train_py)
     defaults = vars(parser.parse_args([]))
+    if request.options.get("device_images"):
+        raise LabError("train.py loads its own images: remove --device-images or --train-py")
     if request.design.hold_out:
         raise LabError("train.py cannot hold images out: remove --train-py, or set val_split in the study")
     first, source, sizes = variants[0].options, None, []
@@ -78,10 +91,13 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
             if unknown:
                 options.num_classes, options.in_chans = source.num_classes, source.in_chans
     for variant in variants:
+        _drop_device_options(variant.options)
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
         sizes.append(_check_models(request, variant))
         for key, option in known_options().items():
+            if key in DEVICE_OPTIONS:
+                continue
             if getattr(variant.options, key) != option["default"]:
                 if key not in defaults:
                     raise LabError(f"{request.train_py} has no option {key}: the script is of another timm release")

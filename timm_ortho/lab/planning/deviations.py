@@ -18,7 +18,15 @@ _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_si
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
 
-def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
+# Options whose deviations exist only in a loader, if the named option of images on the device is set. `reprob` has
+# another deviation on the device.
+_ON_DEVICE = {"train_crop_mode": "crop_padding", "aa": "rand_augment", "reprob": "reprob"}
+
+
+def deviations(
+        design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab",
+        on_device: bool = False,
+) -> list[str]:
     """Return lines with the differences from the paper, such as "epochs: 15 here; 300 in the paper".
 
     Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
@@ -30,6 +38,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
         requested: timm's options from the command line, as for `Design.expand`.
         seeds: The seeds of the runs.
         trainer: `lab` or `train.py`.
+        on_device: Whether the images are stored on the device, see `lab.device_images`.
 
     Returns:
         The lines. The list is empty if the study has no table of the paper, or no scale `paper`.
@@ -54,7 +63,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
     pairs, by_necessity = list(_pairs(design.variants(requested, trainer), there)), {}
     for model, here, partner in pairs:
         lines += [_prefix([model], pairs) + line for line in _differences(_options(here), _options(partner))]
-        for text in _of_recipe(here, partner, data):
+        for text in [*_of_recipe(here, partner, data, on_device), *(_of_device(here) if on_device else ())]:
             by_necessity.setdefault(text, []).append(model)
     return [*lines, *(_prefix(models, pairs) + text for text, models in by_necessity.items())]
 
@@ -108,16 +117,30 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
     return [*lines, f"also different from the paper: {', '.join(others)}"] if others else lines
 
 
-def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
+def _of_recipe(here: Variant, partner: Variant, data: str | None, on_device: bool) -> list[str]:
     """Return a reason for each option in which the package's recipe for scale `paper` must differ from the paper.
 
-    Options in which `here` differs from `partner` are left out, because `_differences` lists them.
+    Options in which `here` differs from `partner` are left out, because `_differences` lists them. So are options that
+    only a loader needs, if the images are on the device.
     """
     model = base_name(partner.options.model)
     network = "skipnet" if model.startswith("skipnet_") else architecture(model)
     own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""
+    exact = {option for option, own_option in _ON_DEVICE.items() if on_device and getattr(here.options, own_option)}
     return [text for option, text in recipe_deviations(f"{network}_{data}{own}").items()
-            if getattr(here.options, option) == getattr(partner.options, option)]
+            if option not in exact and getattr(here.options, option) == getattr(partner.options, option)]
+
+
+def _of_device(here: Variant) -> list[str]:
+    """Return the differences from the paper of the augmentation on the device."""
+    options, lines = here.options, []
+    if options.rand_augment and options.rand_augment_group > 1:
+        lines.append(f"RandAugment: {options.rand_augment_group} images share a sequence of operations here; each "
+                     "image has its own in the paper")
+    if options.reprob:
+        lines.append("random erasing: areas of 0.02 to 0.333 and ratios of 0.3 to 3.33 here; 0.02 to 0.33 and 0.3 to "
+                     "3.3 in the paper")
+    return lines
 
 
 def _listed(values: Sequence[Any]) -> str:

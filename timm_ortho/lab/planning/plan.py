@@ -144,6 +144,8 @@ def plan(request: Request) -> StudyPlan:
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
     if source is not None:
         study["data"] = _data_of(source, sizes)
+        if request.trainer == "lab":
+            study["data"]["on_device"] = _on_device(variants)
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
@@ -206,7 +208,7 @@ def _description(
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
-        "changed": deviations(design, requested, seeds, request.trainer),
+        "changed": deviations(design, requested, seeds, request.trainer, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     })
@@ -227,6 +229,11 @@ def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
         "validation_split": source.validation_name,
         "fingerprint": source.fingerprint,
     }
+
+
+def _on_device(variants: Sequence[Variant]) -> bool:
+    """Return whether images of any run are stored on its device, see `lab.device_images`."""
+    return any(vars(variant.options).get("device_images") for variant in variants)
 
 
 def _qualified(dataset: str, classes: int) -> str:

@@ -264,6 +264,8 @@ def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
                f"{_count(data['channels'], 'channel')} and {_count(data['classes'], 'class', 'classes')}. There are "
                f"{data['train']:,} training images and {data['validation']:,} {evaluated} images (split "
                f"“{data['validation_split']}”).")
+        if data.get("on_device"):
+            yield "The decoded images are stored on the device, where whole batches are augmented."
 
 
 def _count(items: Any, one: str, many: str = "") -> str:

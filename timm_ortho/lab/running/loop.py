@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models import create_model, model_parameters
@@ -204,15 +205,16 @@ class Training:
     def _evaluate(self, model: nn.Module) -> dict:
         """Return `loss`, `top1` and `top5` over the validation images. The accuracies are in percent."""
         model.eval()
-        meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
+        measured, counts = [], []
         with torch.no_grad():
             for image, target in self.eval_loader:
                 with self.amp():
                     output = model(image)
                     loss = nn.functional.cross_entropy(output, target)
-                for meter, value in zip(meters.values(), (loss, *accuracy(output, target, topk=(1, 5))), strict=True):
-                    meter.update(value.item(), len(image))
-        return {key: meter.avg for key, meter in meters.items()}
+                measured.append(torch.stack([loss, *accuracy(output, target, topk=(1, 5))]))
+                counts.append(len(image))
+        means = np.average(torch.stack(measured).tolist(), axis=0, weights=counts)  # reads the device once
+        return dict(zip(("loss", "top1", "top5"), means.tolist(), strict=True))
 
     def _probe_stream(self, epochs: int) -> None:
         with self.amp():

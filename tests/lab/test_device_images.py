@@ -1,0 +1,405 @@
+"""lab/device_images.py: images that are decoded once, and augmented in batches."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, state, stopped, written
+from PIL import Image
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms.v2 import functional as F
+
+from timm_ortho import cli
+from timm_ortho.lab import LabError, commands, data, device_images
+from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.options import DEVICE_OPTIONS
+from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.planning.deviations import deviations
+from timm_ortho.lab.running import loop, run
+
+CPU = torch.device("cpu")
+EVERYTHING = dict(
+    device_images=True, crop_padding=2, hflip=0.5, vflip=0.2, rand_augment=[3, 5], rand_augment_group=4, in_chans=3,
+    color_jitter=[0.4, 0.4, 0.4, 0.1], reprob=0.3, mixup=0.4, cutmix=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Write class folders with 64 training and 16 validation images of 12 x 12 pixels."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 32), ("val", 8)):
+        for label, low in (("bright", 16), ("dark", 0)):
+            (root / split / label).mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(low, low + 240, (12, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{index}.png")
+    return root
+
+
+def training(folder=None, connection="linear", seed=0, **changes):
+    """Return the `Training` of a planned run, of digits or of a folder of images."""
+    changes |= {} if folder is None else dict(
+        data_dir=str(folder), dataset="", train_num_samples=None, val_num_samples=None)
+    (planned_run,) = plan.plan(compared("unused", [connection], [seed], **changes)).runs.values()
+    options = Namespace(**planned_run.stages[0].options)
+    return loop.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
+
+
+def batches(one, epoch=0):
+    """Return all training batches of an epoch."""
+    one.data.reseed(data.epoch_seed(one.options.seed, epoch, 1))
+    images, targets = zip(*one.data.iterate(one.train_loader), strict=True)
+    return torch.stack(images), torch.stack(targets)
+
+
+# ------------------------------------------------------------------------------------------ pairs and continued runs
+def test_runs_of_one_seed_see_the_same_images():
+    """Batches depend only on the seed and the epoch, even if a connection draws random numbers."""
+    one, other = (training(connection=name, model_kwargs=kwargs, **EVERYTHING)
+                  for name, kwargs in (("linear", {}), ("feature", {"connection_prob": 0.5})))
+    torch.manual_seed(5)
+    images, targets = batches(one)
+    torch.rand(7), np.random.rand(3)  # noqa: NPY002 the global generators must have no effect
+    other_images, other_targets = batches(other)
+    assert images.shape == (BATCHES, 16, 3, 16, 16)
+    assert torch.equal(images, other_images)
+    assert torch.equal(targets, other_targets)
+    assert not torch.equal(images, batches(one, epoch=1)[0])
+    assert not torch.equal(images, batches(training(seed=1, **EVERYTHING))[0])
+
+
+@pytest.mark.parametrize("step", [2, 2 * BATCHES, 3 * BATCHES + 1])
+def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, step):
+    options = dict(EVERYTHING, epochs=4, drop_path=0.2, model_kwargs={"connection_prob": 0.7})
+    whole, parts = (one_run(tmp_path / name, **options) for name in ("whole", "parts"))
+    run.run(whole)
+    stopped(parts, monkeypatch, step)
+    run.run(parts)
+    assert_same_run(parts, whole)
+
+
+def test_a_killed_run_continues(tmp_path):
+    """A process that is killed in the middle of an epoch (kill -9) leaves a run that continues to the same weights."""
+    whole, parts = (one_run(tmp_path / name, **EVERYTHING, epochs=30) for name in ("whole", "parts"))
+    command = [sys.executable, "-m", run.__name__, str(parts)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (parts / "summary.csv").is_file() or len((parts / "summary.csv").read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert state(parts)["epoch"] < 29
+    run.run(parts)
+    run.run(whole)
+    assert_same_run(parts, whole)
+
+
+# ---------------------------------------------------------------------------------------- the same images as a loader
+def test_validation_images_are_those_of_the_loader(folder):
+    """Validation images are resized and normalised by timm's operations, so they are equal bit by bit."""
+    options = dict(img_size=16, crop_pct=0.9, validation_batch_size=5)
+    here, there = (training(folder, device_images=on, **options) for on in (True, False))
+    for (images, labels), (others, other_labels) in zip(here.eval_loader, there.eval_loader, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+
+
+def test_without_augmentation_training_images_are_those_of_the_loader(folder):
+    here, there = (training(folder, device_images=on, no_aug=True, img_size=12, model_kwargs={"patch_size": 4})
+                   for on in (True, False))
+    seen = [torch.cat([torch.cat([images.flatten(1), labels[:, None]], 1) for images, labels in one.train_loader])
+            for one in (here, there)]
+    rows = [sorted(map(tuple, images.tolist())) for images in seen]
+    assert rows[0] == rows[1]
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("options", [
+    dict(scale=[0.3, 1.0], ratio=[0.75, 1.33], hflip=0.5, vflip=0.5),
+    dict(color_jitter=[0.5, 0.5, 0.5, 0.2]),
+    dict(reprob=0.9, remode="const", mean=[0.0]),
+    dict(mixup=0.4, cutmix=1.0),
+], ids=["crop-flip", "jitter", "erasing", "mixing"])
+def test_augmented_images_have_the_moments_of_the_loader(folder, options):
+    """Means and variances agree within the variation between two samples of the loader."""
+    options = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], train_interpolation="bilinear", color_jitter=0.0) | options
+    measured = []
+    for on, seed in ((True, 0), (False, 1), (False, 2)):
+        one = training(folder, device_images=on, seed=seed, img_size=16, in_chans=3, batch_size=64, **options)
+        images = torch.cat([batches(one, epoch)[0].flatten(0, 1) for epoch in range(8)])
+        columns = images.mean((0, 2)), images.mean((0, 3))  # the distributions of the crop over rows and columns
+        measured.append(torch.cat([images.mean((0, 2, 3)), images.var((0, 2, 3)), *map(torch.flatten, columns),
+                                   images.flatten(1).var(1).mean()[None], images.mean((2, 3)).var(0)]))
+    here, there, again = measured
+    noise = (there - again).abs().mean() + 0.01
+    assert (here - (there + again) / 2).abs().mean() < 2 * noise
+    assert (here - (there + again) / 2).abs().max() < 0.15
+
+
+def test_training_is_as_with_the_loader(tmp_path):
+    """After a few epochs on digits, accuracies agree within the variation between seeds."""
+    options = dict(train_num_samples=None, val_num_samples=None, epochs=6, batch_size=64, scale=[0.8, 1.0], hflip=0.0,
+                   lr=3e-3, drop_path=0.0, train_interpolation="bilinear")
+    top1 = {}
+    for on in (True, False):
+        runs = [one_run(tmp_path / f"{on}{seed}", seed=seed, device_images=on, **options) for seed in (0, 1)]
+        top1[on] = [run.run(folder)["top1"] for folder in runs]
+    assert min(top1[True]) > 50
+    assert abs(np.mean(top1[True]) - np.mean(top1[False])) < 12
+
+
+# ------------------------------------------------------------------------------------------------ the augmentations
+def test_padded_crop_shifts_by_up_to_the_padding():
+    image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
+    crops = device_images.padded_crop(image.repeat(500, 1, 1, 1), 2)
+    padded = F.pad(image, [2])
+    shifts = {(top, left): padded[..., top:top + 5, left:left + 5][0] for top in range(5) for left in range(5)}
+    found = {shift for crop in crops for shift, shifted in shifts.items() if torch.equal(crop, shifted)}
+    assert found == set(shifts)
+    assert all(any(torch.equal(crop, shifted) for shifted in shifts.values()) for crop in crops)
+
+
+def test_boxes_are_those_of_torchvision():
+    """Boxes fit into the image, and their moments are those of RandomResizedCrop."""
+    torch.manual_seed(0)
+    scale, ratio = (0.1, 1.2), (0.5, 3.0)
+    boxes = torch.stack(device_images._boxes(4000, 20, 30, scale, ratio, CPU), 1)
+    tops, lefts, heights, widths = boxes.unbind(1)
+    assert torch.stack([tops, lefts, 20 - tops - heights, 30 - lefts - widths]).min() == 0
+    image = torch.zeros(1, 20, 30)
+    other = torch.tensor([RandomResizedCrop.get_params(image, scale, ratio) for _ in range(4000)]).float()
+    torch.testing.assert_close(boxes.mean(0), other.mean(0), rtol=0, atol=0.3)
+    torch.testing.assert_close(boxes.std(0), other.std(0), rtol=0, atol=0.3)
+
+
+def test_a_crop_that_never_fits_is_the_largest_in_the_centre():
+    boxes = device_images._boxes(2, 10, 40, (1.0, 1.0), (0.5, 2.0), CPU)
+    assert [values.tolist() for values in boxes] == [[0.0] * 2, [10.0] * 2, [10.0] * 2, [20.0] * 2]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_resized_crop_is_torchvisions(monkeypatch, mode):
+    """Inside the crop, pixels equal those of torchvision's resized_crop up to rounding."""
+    torch.manual_seed(0)
+    images = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
+    box = (2, 3, 6, 5)
+    monkeypatch.setattr(
+        device_images, "_boxes", lambda *_: [torch.full((2,), float(value)) for value in box])
+    mine = device_images.resized_crop(images, (18, 15), (1, 1), (1, 1), mode)
+    theirs = F.resized_crop(images.float(), *box, [18, 15], interpolation=InterpolationMode(mode), antialias=False)
+    inner = (mine.float() - theirs.clamp(0, 255))[..., 6:-6, 6:-6].abs()
+    assert inner.max() <= 0.51
+
+
+@pytest.mark.parametrize(("change", "adjust", "factor"), [
+    (0, F.adjust_brightness, 1.4), (0, F.adjust_brightness, 0.6), (1, F.adjust_contrast, 1.4),
+    (1, F.adjust_contrast, 0.6), (2, F.adjust_saturation, 1.4), (2, F.adjust_saturation, 0.0), (3, F.adjust_hue, 0.1),
+    (3, F.adjust_hue, -0.4)])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_colour_changes_are_torchvisions(change, adjust, factor, channels):
+    if channels == 1 and change > 1:
+        pytest.skip("grey images have no saturation and no hue")
+    torch.manual_seed(0)
+    images = torch.rand(4, channels, 6, 7)
+    images[0, :, 0] = images[0, :1, 0]  # grey pixels have no hue
+    factors = torch.full((4, 1, 1, 1), factor)
+    torch.testing.assert_close(device_images._CHANGES[change](images, factors), adjust(images, factor))
+
+
+def test_each_image_has_its_own_colours():
+    torch.manual_seed(0)
+    same = torch.rand(1, 3, 4, 4).repeat(8, 1, 1, 1)
+    for position in range(4):
+        amounts = [0.4 if position == change else 0.0 for change in range(4)]
+        changed = device_images.color_jitter(same, *amounts)
+        assert len({tuple(image.flatten().tolist()) for image in changed}) == 8
+    assert torch.equal(device_images.color_jitter(same), same)
+    assert device_images.color_jitter(same[:, :1], 0.1, 0.1, 0.1, 0.1).shape == (8, 1, 4, 4)
+
+
+def test_each_image_has_its_own_order_of_changes(monkeypatch):
+    torch.manual_seed(0)
+    amounts = iter((1.5, 0.5, 1.8, 0.2))
+    monkeypatch.setattr(device_images, "_factors", lambda images, *_, **__: torch.full((64, 1, 1, 1), next(amounts)))
+    changed = device_images.color_jitter(torch.rand(1, 3, 4, 4).repeat(64, 1, 1, 1), 0.5, 0.5, 0.8, 0.2)
+    assert 12 < len({tuple(image.flatten().tolist()) for image in changed}) <= 24
+
+
+def test_a_group_shares_the_operations_of_rand_augment():
+    options = Namespace(**vars(training(**EVERYTHING).options))
+    for key, value in dict(crop_padding=0, scale=[1.0, 1.0], ratio=[1.0, 1.0], hflip=0.0, vflip=0.0,
+                           color_jitter=0.0).items():
+        setattr(options, key, value)
+    augment = device_images.Augment(options, (16, 16), lambda images: images, None, CPU)
+    torch.manual_seed(0)
+    images = torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8).repeat(16, 1, 1, 1)
+    groups = augment._augmented(images).split(options.rand_augment_group)
+    assert all(torch.equal(group[0], image) for group in groups for image in group)
+    assert len({tuple(group[0].flatten().tolist()) for group in groups}) == len(groups) == 4
+
+
+def test_rand_augment_keeps_or_replaces_the_jitter_as_in_timm():
+    options = training(**EVERYTHING).options
+    for aa, jitter in ((None, [0.4, 0.4, 0.4, 0.1]), ("rand-m2-tincreasing3a", [0.4, 0.4, 0.4, 0.1]),
+                       ("rand-m2", [0.0] * 4)):
+        changed = Namespace(**{**vars(options), "aa": aa})
+        assert device_images.Augment(changed, (16, 16), None, None, CPU).jitter == jitter
+
+
+def test_mixing_stops_at_mixup_off_epoch():
+    one = training(**{**EVERYTHING, "smoothing": 0.0})
+    one.train_loader.mixup_enabled = False
+    assert set(batches(one)[1].unique().tolist()) == {0.0, 1.0}
+    one.train_loader.mixup_enabled = True
+    assert len(batches(one)[1].unique()) > 2
+
+
+def test_a_step_reads_no_value_from_the_device(monkeypatch):
+    """On a GPU, reading a value waits for all earlier work. torchvision's RandAugment reads only draws on the CPU."""
+    one = training(**{**EVERYTHING, "rand_augment": None})
+    next(iter(one.train_loader))  # decode
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"a step calls {name}"))
+    one.data.reseed(0)
+    for images, target in one.data.iterate(one.train_loader):
+        one.loss(one.forward(images), target).backward()
+
+
+# ---------------------------------------------------------------------------------------------- sizes and bad images
+def test_smaller_images_are_stored_at_their_own_size(folder):
+    one = training(folder, device_images=True, img_size=16)
+    assert one.train_loader.stored()[0].shape == (64, 3, 12, 12)
+    assert one.eval_loader.stored()[0].shape == (16, 3, 16, 16)
+    assert batches(one)[0].shape[2:] == (3, 16, 16)
+    smaller = training(folder, device_images=True, img_size=8)
+    assert smaller.train_loader.stored()[0].shape == (64, 3, 8, 8)
+
+
+@pytest.fixture
+def several(folder, tmp_path):
+    """Copy the images, and enlarge one of them."""
+    root = tmp_path / "several"
+    for path in folder.rglob("*.png"):
+        copy = root / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    Image.open(root / "train/dark/7.png").resize((20, 14)).save(root / "train/dark/7.png")
+    return root
+
+
+def command(folder, *words):
+    return ["compare", "--data-dir", str(folder), "--connections", "linear", "--seeds", "1", "--epochs", "1",
+            "-b", "16", "--device", "cpu", "-j", "0", "--device-images", *words]
+
+
+def test_images_of_several_sizes_need_an_image_size(several, tmp_path, capsys):
+    words = ["--model", "vit_test", "--output", str(tmp_path / "out")]
+    assert cli.main(command(several, *words)) == 2
+    log = tmp_path / "out" / "linear-seed0" / "log.txt"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "timm-ortho: error: 1 of 1 runs failed, first linear-seed0: images on the device need one size, but the first "
+        "has 12 x 12 pixels and another 14 x 20: set --img-size, or use --no-device-images, see "
+        f"{log}; the same command tries them again")
+    one = training(several, device_images=True, img_size=16)
+    assert one.train_loader.stored()[0].shape == (64, 3, 16, 16)
+
+
+def test_a_corrupt_image_is_named(several, tmp_path, capsys):
+    corrupt = several / "train" / "dark" / "7.png"
+    corrupt.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert cli.main(command(several, "--output", str(tmp_path / "out"))) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"image {corrupt} cannot be used (" in last
+    assert "remove or replace it" in last
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(rand_augment_group=0), "option 'rand_augment_group' is 0, but must be at least 1"),
+    (dict(crop_padding=-1), "option 'crop_padding' is -1, but must be at least 0"),
+    (dict(rand_augment=[9]),
+     r"option 'rand_augment' is \[9\], but must be a number of operations and a magnitude up to 30"),
+    (dict(rand_augment=[2, 31]), r"option 'rand_augment' is \[2, 31\], but must be"),
+    (dict(rand_augment=None, aa="rand-m9"),
+     r"the images cannot be stored on the device: 'aa' \(rand-m9\) exists only in the loader; "
+     r"'rand_augment: \[N, M\]' is torchvision's RandAugment: use --no-device-images"),
+    (dict(grayscale_prob=0.1), "'grayscale_prob' exists only in the loader"),
+    (dict(crop_padding=0, train_crop_mode="rkrc"), "'train_crop_mode' rkrc exists only in the loader"),
+    (dict(device_images=None), "option 'crop_padding' needs images that are stored on the device: add --device-images"),
+])
+def test_bad_options(changes, message):
+    with pytest.raises(LabError, match=message):
+        training(**{**EVERYTHING, **changes})
+
+
+def test_images_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(device_images, "free_memory", lambda device: 20_000)
+    with pytest.raises(LabError, match=r"the images cannot be stored on the device: 96 images need 0\.037 MB, but "
+                                       r"cpu has 0\.020 MB of free memory: use --no-device-images"):
+        training(**EVERYTHING)
+    monkeypatch.setattr(device_images, "free_memory", lambda device: 50_000)
+    training(**EVERYTHING)  # 64 x 8 x 8 x 3 + 32 x 16 x 16 x 3 = 36,864 bytes
+
+
+def test_free_memory_of_the_cpu():
+    free = device_images.free_memory(CPU)
+    assert free is None if sys.platform != "linux" else 2**20 < free < 2**50
+
+
+@pytest.mark.parametrize(("free", "requested", "device", "on"), [
+    (40_000, None, "cuda", True), (32_000, None, "cuda", False), (None, None, "cpu", False), (None, True, "cpu", True),
+    (8_200, True, "cuda", True), (None, False, "cuda", False)])
+def test_the_default_needs_a_gpu_with_four_times_the_memory(monkeypatch, free, requested, device, on):
+    options = Namespace(**{**vars(training(device_images=True).options), "device": device, "device_images": requested})
+    source = Namespace(first_size=(8, 8), in_chans=1, train=range(100), validation=range(28))  # 8,192 bytes
+    monkeypatch.setattr(device_images, "free_memory", lambda device: free)
+    assert device_images.decide(options, (8, 8), source, {}) is on
+
+
+# ------------------------------------------------------------------------------------------- the plan and the report
+def test_plan_and_report_state_where_images_are(tmp_path, capsys):
+    request = compared(tmp_path / "out", ["linear"], **EVERYTHING)
+    assert commands.run(request) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[0].endswith("; images: on the device")
+    assert "The decoded images are stored on the device, where whole batches are augmented." in (
+        tmp_path / "out" / "report.md").read_text()
+    args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
+    assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
+    assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0
+    with pytest.raises(LabError, match=r"has other settings \(rand_augment_group was 4 and is now 8"):
+        commands.run(compared(tmp_path / "out", ["linear"], **{**EVERYTHING, "rand_augment_group": 8}))
+
+
+@pytest.mark.parametrize("requested", [{}, {"device_images": False}])
+def test_runs_with_a_loader_have_none_of_the_options(tmp_path, requested):
+    """Folders of runs from before these options existed stay valid."""
+    folder = one_run(tmp_path / "out", "linear", **requested)
+    assert not set(DEVICE_OPTIONS) & set(RunPlan.read(folder).stages[0].options)
+
+
+def test_train_py_loads_its_own_images(tmp_path):
+    script = Path(find_spec("helpers").submodule_search_locations[0]) / "stand_in_train.py"
+    with pytest.raises(LabError, match=r"train.py loads its own images: remove --device-images or --train-py"):
+        plan.plan(request(written(tmp_path), train_py=script, device_images=True))
+
+
+def lines(**requested):
+    found = design.load("accuracy", "small")
+    given = {"dataset": "cifar10", "data_dir": "x", "device": "cpu", **requested}
+    return deviations(found, given, range(5), on_device=bool(requested))
+
+
+def test_deviations_of_images_on_the_device():
+    found = lines(crop_padding=4, rand_augment=[9, 5], reprob=0.25, train_crop_mode="rrc")
+    assert any("RandAugment: 64 images share a sequence of operations here; each image has its own in the paper" in line
+               for line in found)
+    assert any("random erasing: areas of 0.02 to 0.333" in line for line in found)
+    assert not any("pads by 4 pixels" in line or "timm's magnitudes" in line for line in found)
