@@ -334,7 +334,7 @@ def draw_by_time(hypotheses: Sequence[Hypothesis]) -> Figure:
     """Draw training loss by step and accuracy by time, as in the paper's Figure 2, one row per hypothesis."""
     panels = []
     for one in hypotheses:
-        loss, _, top1_by_time = progress(*scene_of(one), one.name)
+        loss, _, top1_by_time = progress(*scene_of(one), DATA[one.name])
         panels += [loss, top1_by_time]
     return lines_chart(panels, "", columns=2)
 
