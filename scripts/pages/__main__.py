@@ -15,10 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
 
-from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
+from scripts.pages import cards, coverage, evidence, speed, studies  # noqa: E402
 
-GENERATORS = {  # in this order, because `evidence` reads the files that `recipes` writes
-    "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
+GENERATORS = {"coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:

@@ -82,7 +82,8 @@ def expected_vit(name):
         "hflip": given["hflip"], "mixup": given["mixup"]["alpha"], "mixup_prob": given["mixup"]["prob"],
         "cutmix": given["cutmix"]["alpha"], "smoothing": given["smoothing"], "reprob": erasing["prob"],
         "color_jitter": [jitter[key] for key in ("brightness", "contrast", "saturation", "hue")],
-        "clip_grad": None,
+        "clip_grad": None, "aa": "rand-n{operations}-m{magnitude}-p0.93-inc1-tincreasing3a".format(
+            **{**given["randaugment"], "magnitude": round(given["randaugment"]["magnitude"] * 10 / 30)}),
     }
 
 
@@ -149,6 +150,33 @@ def test_accuracies_in_headers_are_the_papers(name):
                            for start in ("orthogonal", "xavier", "kaiming")}
     else:
         assert printed == {None: section[architecture][data]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_numbers_in_headers_are_the_papers(name):
+    """The number of runs, the hardware and hours, and the tables with other versions of the accuracy."""
+    architecture, data, study = cell(name)
+    header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
+    section, compute = NUMBERS["initialisation" if study else "accuracy"], NUMBERS["compute"][architecture][data]
+    runs = section.get(f"runs_{data}", section["runs"])
+    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
+    expected = [
+        f": {section['table']} of 'Revisiting Residual Connections'", f"Values are from {table(name)['table']} unless",
+        f"standard deviation of {runs} runs", f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
+    other = {"imagenet1k": section.get(architecture, {}).get("imagenet1k_first_version"),
+             "tiny_imagenet": architecture == "resnetv2_34" and NUMBERS["final_layer_norm"]["with"]}.get(data)
+    if other:
+        expected.append(", ".join(f"{NUMBERS['connections'][connection]} {mean:.2f} +- {std:.2f}"
+                                  for connection, (mean, std) in other.items()))
+    assert [fact for fact in expected if fact not in header] == []
+    assert f"use seeds 0 to {runs - 1}" in text(name)
+
+
+@pytest.mark.parametrize("key", ["mean", "std"])
+def test_recipes_for_the_same_images_normalise_alike(key):
+    by_data = {data: {tuple(values(name)[key]) for name in NAMES if cell(name)[1] == data}
+               for data in dict.fromkeys(cell(name)[1] for name in NAMES)}
+    assert all(len(found) == 1 for found in by_data.values()), by_data
 
 
 @pytest.mark.parametrize("name", NAMES)
