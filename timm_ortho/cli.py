@@ -182,6 +182,9 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
              "trains with a train.py, by default $TIMM_DIR/train.py")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
+    add("--gpu-memory", type=float, metavar="GB",
+        help="memory of each GPU, for which train.py's amp and grad_accum_steps are chosen (default: that of this "
+             "machine's smallest GPU, otherwise 40)")
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
     add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
@@ -215,6 +218,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
+        gpu_memory=parsed.gpu_memory,
         command=parsed.command_line,
     )
 
