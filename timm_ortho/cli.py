@@ -415,7 +415,8 @@ def _add_push(commands: Any) -> None:
     add("--ema", action="store_true", help="publish the EMA weights")
     add("--labels", type=_lines, metavar="FILE",
         help="file with one class name per line (default: the class names of the run)")
-    add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... (default: none)")
+    add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... "
+                                          "(default: none, or the share-alike license of the initial weights)")
     add("--private", action="store_true", default=None, help="make a new repository private")
     add("--revision", metavar="BRANCH", help="branch; created if missing, unless --create-pr is set (default: main)")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
