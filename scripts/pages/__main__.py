@@ -71,7 +71,8 @@ def read(path: Path) -> str:
 def strangers(root: Path) -> list[Path]:
     """Return pages and plots in model_cards that belong to no card and no study."""
     known = {"README", *(path.stem for path in (*cards.texts(root), *studies.pages(root)))}
-    files = [path for pattern in ("*.md", "*.png", "plots/*.svg") for path in (root / "model_cards").glob(pattern)]
+    files = [path for pattern in ("*.md", "*/*.md", "*/*.png", "*/plots/*.svg")
+             for path in (root / "model_cards").glob(pattern)]
     return sorted(path for path in files if path.stem not in known)
 
 

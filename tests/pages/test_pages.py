@@ -18,8 +18,8 @@ from timm_ortho.models import arguments
 
 ROOT = Path(__file__).parents[2]
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
-BY_HAND = [path for path in PAGES if path.parent != ROOT / "model_cards" or path.name == "README.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/**/*.md")])
+BY_HAND = [path for path in PAGES if path.parent.parent != ROOT / "model_cards"]
 IMPORTS = "import runpy, timm, torch; import timm_ortho"
 
 

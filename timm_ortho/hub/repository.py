@@ -210,8 +210,8 @@ class Publication:
 
     def _subject(self, config: Mapping[str, Any], license: Optional[str], revision: Optional[str]) -> Subject:
         base_model = split_revision(self.initial.get("hf_hub_id") or "")[0] or None  # the Hub accepts no revision here
-        share_alike = (f"Training started with the weights of {base_model}, whose license {self.initial.get('license')} "
-                       "is share-alike: publish derived weights under the same license.")
+        share_alike = (f"Training started with the weights of {base_model}, whose license "
+                       f"{self.initial.get('license')} is share-alike: publish derived weights under the same license.")
         return Subject(
             title=self.repo_id.rpartition("/")[2],
             config=config,
