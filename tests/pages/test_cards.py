@@ -58,7 +58,8 @@ def test_a_page_that_differs_is_named(checkout, capsys):
         text = (checkout / name).read_text()
         assert old in text
         (checkout / name).write_text(text.replace(old, new))
-    strangers = [f"model_cards/{name}" for name in ("stranger.md", "studies/plots/stranger.svg", "weights/stranger.png")]
+    names = ("stranger.md", "studies/plots/stranger.svg", "weights/stranger.png")
+    strangers = [f"model_cards/{name}" for name in names]
     for name in strangers:
         (checkout / name).write_text("99.9 %")
     (checkout / "model_cards" / "weights" / "vit_test_linear.digits.png").unlink()
