@@ -8,7 +8,8 @@
 #   DATA    the folder of the data set
 #
 # Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the total of all
-# processes. It is divided by the number of processes and by grad_accum_steps, unless --batch-size is set.
+# processes. Unless --batch-size is set, it is divided by the number of processes, and amp and grad_accum_steps are
+# chosen so that a step fits into the memory of a GPU. --gpu-memory GB replaces the memory of this machine's GPU.
 # If an experiment is named, by --experiment or in the recipe, repeating the command continues from its last checkpoint.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)

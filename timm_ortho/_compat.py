@@ -1,5 +1,5 @@
 """Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
-from typing import Any, ItemsView, Mapping, Optional
+from typing import Any, ContextManager, ItemsView, Mapping, Optional
 
 import timm
 import torch
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOP
 
 __all__ = [
     "adapt_model_from_file", "compiled_model", "compiling_differs_from_exporting", "current_arguments",
-    "dispatch_mode_is_active", "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks", "is_batched",
-    "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded",
-    "is_sharded", "is_transformed", "named_children", "own_parameters",
+    "dispatch_mode_is_active", "fake_tensors", "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks",
+    "is_batched", "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain",
+    "is_recorded", "is_sharded", "is_transformed", "named_children", "own_parameters",
     "search_split", "submission_script", "TorchDispatchMode",
 ]
 
@@ -56,6 +56,13 @@ def is_transformed() -> bool:
 def dispatch_mode_is_active() -> bool:
     """Return whether a dispatch mode is active: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def fake_tensors() -> ContextManager:
+    """Return a context in which tensors have a shape and a dtype, but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a large module that is rarely needed
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_intercepted() -> bool:

@@ -184,6 +184,9 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
              "trains with a train.py, by default $TIMM_DIR/train.py")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
+    add("--gpu-memory", type=float, metavar="GB",
+        help="memory of each GPU, for which train.py's amp and grad_accum_steps are chosen (default: that of this "
+             "machine's smallest GPU, otherwise 40)")
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
     add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
@@ -225,6 +228,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
+        gpu_memory=parsed.gpu_memory,
         command=parsed.command_line,
     )
 
@@ -421,7 +425,8 @@ def _add_push(commands: Any) -> None:
     add("--ema", action="store_true", help="publish the EMA weights")
     add("--labels", type=_lines, metavar="FILE",
         help="file with one class name per line (default: the class names of the run)")
-    add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... (default: none)")
+    add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... "
+                                          "(default: none, or the share-alike license of the initial weights)")
     add("--private", action="store_true", default=None, help="make a new repository private")
     add("--revision", metavar="BRANCH", help="branch; created if missing, unless --create-pr is set (default: main)")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")

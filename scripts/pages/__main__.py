@@ -15,10 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
 
-from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
+from scripts.pages import cards, coverage, evidence, speed, studies  # noqa: E402
 
-GENERATORS = {  # in this order, because `evidence` reads the files that `recipes` writes
-    "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
+GENERATORS = {"coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
@@ -72,7 +71,8 @@ def read(path: Path) -> str:
 def strangers(root: Path) -> list[Path]:
     """Return pages and plots in model_cards that belong to no card and no study."""
     known = {"README", *(path.stem for path in (*cards.texts(root), *studies.pages(root)))}
-    files = [path for pattern in ("*.md", "*.png", "plots/*.svg") for path in (root / "model_cards").glob(pattern)]
+    files = [path for pattern in ("*.md", "*/*.md", "*/*.png", "*/plots/*.svg")
+             for path in (root / "model_cards").glob(pattern)]
     return sorted(path for path in files if path.stem not in known)
 
 

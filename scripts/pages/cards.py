@@ -1,14 +1,14 @@
-"""Write a card for each set of weights, model_cards/NAME.md.
+"""Write a card for each set of weights, model_cards/weights/NAME.md.
 
-Weights that were trained here also get the plot of the training curve, model_cards/NAME.png. NAME is MODEL.TAG. BASE is
-MODEL without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BASE_TAG is `vit_test_digits`.
+Weights that were trained here also get the plot of the training curve, NAME.png. NAME is MODEL.TAG. BASE is MODEL
+without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BASE_TAG is `vit_test_digits`.
 
 | card | source of the numbers |
 | --- | --- |
 | weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-`timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
+`timm_ortho.hub.card` fills the template of the cards. `studies.py` writes model_cards/studies.
 """
 from functools import cache
 from pathlib import Path
@@ -69,11 +69,11 @@ class PublishedRun(Run):
 
 
 def texts(root: Path) -> dict[Path, str]:
-    return {root / "model_cards" / f"{card.name}.md": f"{str(card.card).rstrip()}\n" for card in cards()}
+    return {root / "model_cards" / "weights" / f"{card.name}.md": f"{str(card.card).rstrip()}\n" for card in cards()}
 
 
 def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
-    return {root / "model_cards" / f"{card.name}.png": lambda path, run=card.run: draw_curve(run, path)
+    return {root / "model_cards" / "weights" / f"{card.name}.png": lambda path, run=card.run: draw_curve(run, path)
             for card in cards() if card.run}
 
 

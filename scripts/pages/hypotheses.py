@@ -304,9 +304,9 @@ def explored() -> dict[str, list[Comparison]]:
 RATE_STUDIES = (("H2", "confirm_learning_rate", DIGITS, RATES),
                 ("P2b", "confirm_learning_rate_fashion", FASHION, RATES_FASHION))
 ELSEWHERE = {
-    "Table 1a": "counts of parameters and FLOPs: [report](../model_cards/study_parameters-small.md)",
-    "Table 1b": "throughput: [report](../model_cards/study_overhead-small.md)",
-    "Table 11": "widths and depths of the architectures: [report](../model_cards/study_gamma-small.md)",
+    "Table 1a": "counts of parameters and FLOPs: [report](../model_cards/studies/study_parameters-small.md)",
+    "Table 1b": "throughput: [report](../model_cards/studies/study_overhead-small.md)",
+    "Table 11": "widths and depths of the architectures: [report](../model_cards/studies/study_gamma-small.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST: see *Results beyond accuracy* below",
     "Hybrid updates (final version)": "digits: see *Hybrid* below",
     "Wang et al., Table 1": "digits: see row P4 single in *Decided hypotheses*",

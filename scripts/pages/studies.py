@@ -1,7 +1,7 @@
 """Return the pages of studies and comparisons, and the list of studies in docs/evidence.md.
 
-Each study has a page model_cards/study_*.md, and each comparison has a page model_cards/compare_*.md. All numbers are
-from model_cards/results, to which `python -m scripts.publish` adds studies.
+Each study has a page model_cards/studies/study_*.md, and each comparison has a page compare_*.md beside it. All numbers
+are from model_cards/results, to which `python -m scripts.publish` adds studies.
 """
 from dataclasses import replace
 from functools import cache
@@ -61,7 +61,7 @@ def summary(folder: Path) -> list[dict[str, Any]]:
 def pages(root: Path) -> dict[Path, Path]:
     """Map the page of each study and comparison to the folder that contains its numbers."""
     prefixes = (("studies", "study"), ("comparisons", "compare"))
-    return {root / "model_cards" / f"{prefix}_{folder.name}.md": folder
+    return {root / "model_cards" / "studies" / f"{prefix}_{folder.name}.md": folder
             for kind, prefix in prefixes for folder in folders(kind)}
 
 
@@ -128,5 +128,5 @@ def _line(folder: Path) -> str:
     compared, apart, adjusted = counts(folder)
     numbers = f"{compared} | {apart} | {adjusted}" if compared else "- | - | -"
     run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
-    return (f"| [{study['title']}](../model_cards/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
+    return (f"| [{study['title']}](../model_cards/studies/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
             f"| {numbers} |")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from helpers.trained_runs import lab_grid, timm_run
 from huggingface_hub import ModelCard
+from timm.data import ImageNetInfo
 
 from scripts import publish
 from scripts.pages.cards import PublishedRun
@@ -179,6 +180,24 @@ def test_a_run_of_timms_script(tmp_path):
         "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
     data = ModelCard(str(model_card(SUBJECT, run))).data
     assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
+
+
+@pytest.mark.parametrize(("options", "labels", "dataset", "title"), [
+    ({"dataset": "", "data_dir": "/data/in1k"}, ImageNetInfo().label_names(), "ILSVRC/imagenet-1k", "ImageNet-1k"),
+    ({"dataset": "", "data_dir": "/data/in1k"}, ImageNetInfo().label_names()[1:], None, "the image folder 'in1k'"),
+    ({"dataset": "", "data_dir": "/data/tiny-imagenet-200"}, range(200), "zh-plus/tiny-imagenet", "Tiny ImageNet"),
+    ({"dataset": "", "data_dir": "/data/other"}, range(200), None, "the image folder 'other'"),
+    ({"dataset": "torch/cifar100"}, None, "uoft-cs/cifar100", "CIFAR-100"),
+    ({"dataset": "torch/imagenet"}, None, "ILSVRC/imagenet-1k", "ImageNet-1k"),
+    ({"dataset": "hfds/ILSVRC/imagenet-1k"}, None, "ILSVRC/imagenet-1k", "imagenet-1k"),
+    ({"dataset": "hfids/beans"}, None, "beans", "beans"),
+    ({"dataset": "wds/beans"}, None, None, "beans"),
+])
+def test_the_data_set_has_its_id_on_the_hub(tmp_path, options, labels, dataset, title):
+    subject = replace(SUBJECT, config={**CONFIG, "label_names": labels and list(map(str, labels))})
+    data = ModelCard(str(model_card(subject, CheckpointRun(timm_run(tmp_path / "run", **options))))).data
+    assert data.datasets == ([dataset] if dataset else None)
+    assert {(result.dataset_type, result.dataset_name) for result in data.eval_results} == {(dataset or title, title)}
 
 
 # --------------------------------------------------------------------------------------- other sections

@@ -214,7 +214,9 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
         card = hub.export(model, tmp_path / "out", "me/model")
         assert (f"the weights of {base}, whose license cc-by-sa-4.0 is share-alike" in card.text) is is_derived
         assert card.data.base_model == (base if is_derived else None)
-        assert card.data.license is None
+        assert card.data.license == config(tmp_path / "out")["pretrained_cfg"].get("license") == (
+            "cc-by-sa-4.0" if is_derived else None)
+    assert hub.export(started, tmp_path / "out", "me/model", license="cc-by-sa-3.0").data.license == "cc-by-sa-3.0"
 
 
 def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):

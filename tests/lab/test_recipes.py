@@ -1,4 +1,5 @@
 """lab/recipes: keys, values and headers of the paper's recipes. Optimizers, schedules and augmentation of some."""
+import argparse
 import csv
 import math
 import random
@@ -21,9 +22,9 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import paper
-from timm_ortho.lab.planning import recipe
+from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.models.meta import on_meta
-from timm_ortho.models.names import SUFFIXES
+from timm_ortho.models.names import SUFFIXES, bases_with_variants
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = paper.numbers()
@@ -33,11 +34,17 @@ NAMES = [
     *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
     "resnetv2_50_cifar100_initialisation",
 ]
+IMAGENET = ["resnetv2_50_imagenet1k", "vit_base_patch16_224_imagenet1k"]  # for every architecture
 SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # test_skip_studies.py checks these recipes
 
 
 def text(name):
     return recipe.shipped()[name].read_text(encoding="utf-8")
+
+
+def header_of(name):
+    """Return the comment at the top, with wrapped commands in one line."""
+    return text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
 
 
 def values(name):
@@ -61,7 +68,7 @@ def table(name):
 # ------------------------------------------------------------------------------------- keys and values
 def test_the_recipes_are_all_there():
     assert list(paper.experiments()) == NAMES
-    assert set(recipe.shipped()) == {*NAMES, *SKIPNETS, "digits", "small_images", "vit_test_digits"}
+    assert set(recipe.shipped()) == {*NAMES, *IMAGENET, *SKIPNETS, "digits", "small_images", "vit_test_digits"}
 
 
 @pytest.mark.parametrize("name", sorted(recipe.shipped()))
@@ -82,7 +89,8 @@ def expected_vit(name):
         "hflip": given["hflip"], "mixup": given["mixup"]["alpha"], "mixup_prob": given["mixup"]["prob"],
         "cutmix": given["cutmix"]["alpha"], "smoothing": given["smoothing"], "reprob": erasing["prob"],
         "color_jitter": [jitter[key] for key in ("brightness", "contrast", "saturation", "hue")],
-        "clip_grad": None,
+        "clip_grad": None, "aa": "rand-n{operations}-m{magnitude}-p0.93-inc1-tincreasing3a".format(
+            **{**given["randaugment"], "magnitude": round(given["randaugment"]["magnitude"] * 10 / 30)}),
     }
 
 
@@ -152,12 +160,39 @@ def test_accuracies_in_headers_are_the_papers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_other_numbers_in_headers_are_the_papers(name):
+    """The number of runs, the hardware and hours, and the tables with other versions of the accuracy."""
+    architecture, data, study = cell(name)
+    header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
+    section, compute = NUMBERS["initialisation" if study else "accuracy"], NUMBERS["compute"][architecture][data]
+    runs = section.get(f"runs_{data}", section["runs"])
+    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
+    expected = [
+        f": {section['table']} of 'Revisiting Residual Connections'", f"Values are from {table(name)['table']} unless",
+        f"standard deviation of {runs} runs", f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
+    other = {"imagenet1k": section.get(architecture, {}).get("imagenet1k_first_version"),
+             "tiny_imagenet": architecture == "resnetv2_34" and NUMBERS["final_layer_norm"]["with"]}.get(data)
+    if other:
+        expected.append(", ".join(f"{NUMBERS['connections'][connection]} {mean:.2f} +- {std:.2f}"
+                                  for connection, (mean, std) in other.items()))
+    assert [fact for fact in expected if fact not in header] == []
+    assert f"use seeds 0 to {runs - 1}" in text(name)
+
+
+@pytest.mark.parametrize("key", ["mean", "std"])
+def test_recipes_for_the_same_images_normalise_alike(key):
+    by_data = {data: {tuple(values(name)[key]) for name in NAMES if cell(name)[1] == data}
+               for data in dict.fromkeys(cell(name)[1] for name in NAMES)}
+    assert all(len(found) == 1 for found in by_data.values()), by_data
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_commands_train_the_papers_batch(name):
     """The header has two commands: for a single GPU, and for two nodes with four GPUs each.
 
     In both, the product of images per step, accumulated steps and processes is the paper's batch.
     """
-    header = text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
+    header = header_of(name)
     batch = values(name)["batch_size"]
     one, several = (re.search(start + r".*train\.py -c .*", header).group() for start in ("  python", "  torchrun"))
     for command, processes in ((one, 1), (several, 8)):
@@ -174,7 +209,8 @@ def test_commands_train_the_papers_batch(name):
 def test_headers_of_recipes_that_are_written_by_hand(name):
     header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
     for fact, pattern in {
-            "the expected accuracy, such as 'Top-1 accuracy ...: 97.69 +- 0.32'": r"Top-1 accuracy.* \d+\.\d+ \+- \d",
+            "the expected accuracy, such as 'Top-1 accuracy ...: 97.69 +- 0.32'": (
+                r"Top-1 accuracy.* (\d+\.\d+ \+- \d|not measured)"),
             "the hardware, such as 'CPU'": r"CPU|GPU|hardware",
             "the training time, such as '37 min'": r"\d (s|min|minutes|h|hours)\b|nor hours"}.items():
         assert re.search(pattern, header), f"{recipe.shipped()[name]}: write {fact} into the comment at the top"
@@ -185,6 +221,52 @@ def test_paths_in_recipes_and_studies_exist(file):
     paths = re.findall(r"\b(?:model_cards|docs|scripts|tests|timm_ortho)/[\w./-]*\w", file.read_text(encoding="utf-8"))
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"{file} names {', '.join(missing)}, which the repository does not contain"
+
+
+# ------------------------------------------------------------------------- ImageNet, for every architecture
+RESNEXT = ("--lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1.0e-4 --sched cosine --reprob 0.4 --recount 3 "
+           "--remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 --amp")  # for 8 GPUs, from timm's documentation
+
+
+def test_options_for_vits_are_the_papers_for_vit_b():
+    of_timm, of_paper = values("vit_base_patch16_224_imagenet1k"), values("vit_b_imagenet1k")
+    assert {key: value for key, value in of_timm.items() if key != "model"} == {
+        key: value for key, value in of_paper.items() if key not in ("model", "model_kwargs", "img_size")}
+    header = " ".join(text("vit_base_patch16_224_imagenet1k").replace("\n#", " ").split())
+    for label, (mean, std) in paper.experiments()["vit_b_imagenet1k"].top1().items():
+        assert f"{label.replace('Linear', 'linear')} {mean:.2f} +- {std:.2f}" in header
+
+
+def test_options_for_resnets_are_timms():
+    found = values("resnetv2_50_imagenet1k")
+    parser = argparse.ArgumentParser()
+    for option in re.findall(r"(--?[a-z-]+)", RESNEXT):
+        parser.add_argument(option, nargs="?", const=True, type=yaml.safe_load)
+    expected = vars(parser.parse_args(RESNEXT.split()))
+    assert found["batch_size"] == 8 * expected.pop("b")
+    assert {key: found.get(key) for key in expected} == expected
+    assert {*found} - {*expected, "batch_size", "device_modules", "num_classes"} <= explained("resnetv2_50_imagenet1k")
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_commands_on_one_gpu_train_the_whole_batch(name):
+    [(images, steps)] = re.findall(r"python train\.py .* -b (\d+).*--grad-accum-steps (\d+)", header_of(name))
+    assert int(images) * int(steps) == values(name)["batch_size"]
+    assert f"  scripts/train.sh {name} {values(name)['model']} DATA" in header_of(name)
+
+
+@pytest.mark.slow
+def test_the_recipes_fit_an_architecture_of_each_of_timms_modules():
+    """The forward pass has tensors without memory, so large models take no longer than small ones."""
+    requested, other = (recipe.load(name) for name in IMAGENET)
+    assert not {"model_kwargs", "img_size", "input_size"} & {*requested, *other}
+    modules = {}
+    for base in bases_with_variants():
+        if timm.is_model(base) and not base.startswith("gemma4_vit"):  # encoders that train.py cannot build either
+            modules.setdefault(timm.models.model_entrypoint(base).__module__, f"{base}_ortho")
+    assert len(modules) > 50
+    for model in modules.values():
+        assert memory.step_bytes(recipe.resolve({**requested, "model": model}), amp=True).image > 0
 
 
 # ------------------------------------------------------------------------------------------------ lab

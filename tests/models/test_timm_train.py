@@ -136,7 +136,8 @@ def validate(scripts, images, model, checkpoint, output):
 
 def test_the_cards_command_evaluates_the_authors_weights(scripts, images, tmp_path):
     """Run the command from the model cards. The Hub cache has small models with the authors' parameter names."""
-    card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
+    cards = Path(__file__).parents[2] / "model_cards" / "weights"
+    card = (cards / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
     torch.manual_seed(0)

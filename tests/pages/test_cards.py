@@ -26,7 +26,7 @@ WEIGHTS = [name for name in timm.list_pretrained() if is_variant(name)]
 
 
 def card(name):
-    return ModelCard((CARDS / f"{name}.md").read_text(encoding="utf-8"))
+    return ModelCard((CARDS / "weights" / f"{name}.md").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def checkout(tmp_path):
             shutil.copy(source, target)
         else:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("results"))
-    shutil.copytree(ROOT / "timm_ortho" / "lab" / "recipes", tmp_path / "timm_ortho" / "lab" / "recipes")
     for path in ("questions.svg", "differences.svg", "by_epoch.svg", "by_time.svg", "bench_*.csv", "before_h200.csv"):
         for file in (CARDS / "results").glob(path):
             (tmp_path / "model_cards" / "results").mkdir(exist_ok=True)
@@ -55,36 +54,36 @@ def test_a_page_that_differs_is_named(checkout, capsys):
             ("docs/evidence.md", "## Should I use it?", "## Should you use it?"),
             ("docs/evidence.md", "By chance alone", "By chance"),  # from another generator than the text above
             ("README.md", "train from scratch", "train for a day"),
-            ("model_cards/study_gamma-small.md", "64.00", "65.00"),
-            ("timm_ortho/lab/recipes/vit_s_cifar10.yaml", "lr: 1.0e-3", "lr: 1.0e-2")):
+            ("model_cards/studies/study_gamma-small.md", "64.00", "65.00")):
         text = (checkout / name).read_text()
         assert old in text
         (checkout / name).write_text(text.replace(old, new))
-    strangers = ["model_cards/plots/stranger.svg", "model_cards/stranger.md", "model_cards/stranger.png"]
+    names = ("stranger.md", "studies/plots/stranger.svg", "weights/stranger.png")
+    strangers = [f"model_cards/{name}" for name in names]
     for name in strangers:
         (checkout / name).write_text("99.9 %")
-    (checkout / "model_cards" / "vit_test_linear.digits.png").unlink()
+    (checkout / "model_cards" / "weights" / "vit_test_linear.digits.png").unlink()
     assert pages.main(["--check"], checkout) == 1
     printed = capsys.readouterr()
     assert sorted(printed.out.splitlines()) == [
-        "README.md", "docs/evidence.md", "model_cards/study_gamma-small.md", "model_cards/vit_test_linear.digits.png",
-        "timm_ortho/lab/recipes/vit_s_cifar10.yaml"]
+        "README.md", "docs/evidence.md", "model_cards/studies/study_gamma-small.md",
+        "model_cards/weights/vit_test_linear.digits.png"]
     assert printed.err.splitlines() == ["these differ from their sources: run python -m scripts.pages", *(
         f"no generator writes {name}: delete it" for name in strangers)]
 
 
 def test_written_pages_pass_the_check(checkout, capsys):
-    for path in [*checkout.glob("model_cards/vit_*"), checkout / "model_cards" / "study_gamma-small.md"]:
+    for path in [*checkout.glob("model_cards/weights/*"), *checkout.glob("model_cards/studies/study_gamma-small.md")]:
         path.unlink()
     assert pages.main(["cards", "studies"], checkout) == 0
     assert pages.main(["--check", "cards", "studies"], checkout) == 0, capsys.readouterr().out
-    assert (checkout / "model_cards" / "vit_test_ortho.digits.png").read_bytes()[:4] == b"\x89PNG"
+    assert (checkout / "model_cards" / "weights" / "vit_test_ortho.digits.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         pages.main(["nothing"])
-    assert "unknown names: nothing; known names: recipes, " in capsys.readouterr().err
+    assert "unknown names: nothing; known names: coverage, " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the cards
@@ -156,7 +155,7 @@ def test_the_whole_report_from_published_numbers(tmp_path, capsys):
     folder = CARDS / "results" / "studies" / "switch_kept-digits-small"
     assert cli.main(["study", "report", str(folder), "--output", str(tmp_path)]) == 0
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    page = (CARDS / f"study_{folder.name}.md").read_text(encoding="utf-8")
+    page = (CARDS / "studies" / f"study_{folder.name}.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(rows) > 10
     assert all(row in report for row in rows)

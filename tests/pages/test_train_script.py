@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return a function that builds train.sh's command, without the interpreter. By default there are four GPUs."""
+    """Return a function that builds train.sh's command, without the interpreter. By default there are four GPUs.
+
+    Each GPU has 80 GB.
+    """
     monkeypatch.syspath_prepend(str(SCRIPTS))
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")
@@ -29,13 +33,14 @@ def command(tmp_path, monkeypatch):
     for name in ("TIMM_DIR", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
 
-    def make(*options, data="DATA", name="recipe.yaml", gpus=4, **environment):
+    def make(*options, data="DATA", name="recipe.yaml", model="vit_small_linear", gpus=4, **environment):
         from by_hand import command
 
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Namespace(total_memory=80e9))
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        return command(name, "vit_small_linear", data, *options)
+        return command(name, model, data, *options)
 
     return make
 
@@ -71,6 +76,37 @@ def test_several_machines(command):
 ])
 def test_batch_is_divided_unless_it_is_set(command, options, environment, added):
     assert command(*options, **environment)[6:] == [*train_py()[1:], *added, *options]
+
+
+AMP = ["--amp", "--amp-dtype", "bfloat16"]
+
+
+@pytest.mark.parametrize(("name", "model", "gigabytes", "options", "added"), [
+    ("vit_b_imagenet1k", "vit_base_linear", "24", [], ["--grad-accum-steps", "4", *AMP, "--batch-size", "256"]),
+    ("vit_b_imagenet1k", "vit_base_linear", "24", ["--amp"], ["--grad-accum-steps", "4", "--batch-size", "256"]),
+    ("vit_b_imagenet1k", "vit_base_linear", "80", [], [*AMP, "--batch-size", "1024"]),
+    ("vit_b_imagenet1k", "vit_base_linear", "80", ["--grad-accum-steps", "8"], ["--batch-size", "128"]),
+    ("vit_b_imagenet1k", "vit_base_linear", "24", ["--batch-size", "7"], []),
+    ("resnetv2_50_imagenet1k", "resnetv2_50_orthog", "24", [], ["--batch-size", "384"]),
+])
+def test_a_step_fits_into_the_memory_of_a_gpu(command, name, model, gigabytes, options, added):
+    """The product of processes, accumulated steps and images per step is the recipe's batch of 4096 or 1536."""
+    started = command("--gpu-memory", gigabytes, *options, name=name, model=model, gpus=4)
+    assert started[started.index("DATA") + 1:] == [*added, *options]
+
+
+def test_the_memory_of_this_machines_gpus_is_the_default(command):
+    small = command(name="vit_b_imagenet1k", model="vit_base_linear")
+    assert small == command("--gpu-memory", "80", name="vit_b_imagenet1k", model="vit_base_linear")
+    assert small != command("--gpu-memory", "24", name="vit_b_imagenet1k", model="vit_base_linear")
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224_imagenet1k", "resnetv2_50_imagenet1k"])
+@pytest.mark.parametrize("model", [
+    "resnetv2_50_orthog", "swin_tiny_patch4_window7_224_ortho", "vit_tiny_patch16_384_ortho", "vit_small_linear",
+    "convnext_pico", "efficientnet_b0_ortho"])
+def test_the_recipes_of_imagenet_fit_every_architecture(command, name, model):
+    assert command(name=name, model=model, gpus=0)[-2:] == ["--device", "cpu"]
 
 
 def test_a_recipe_without_a_batch_size_uses_timms(command):
@@ -116,6 +152,15 @@ def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
     ([], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0', but must be a positive number"),
     ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "several processes need GPUs, but PyTorch finds none"),
     ([], {"NPROC_PER_NODE": "3"}, "batch_size 1024 is not divisible by 3 (3 processes x grad_accum_steps 1)"),
+    ([], {"name": "vit_s_imagenet1k", "model": "resnetv2_50_orthog"},
+     "recipe 'vit_s_imagenet1k' does not fit resnetv2_50_orthog: ResNetV2.__init__() got an unexpected keyword "
+     "argument 'img_size'; vit_base_patch16_224_imagenet1k and resnetv2_50_imagenet1k fit every architecture"),
+    (["--img-size", "96"], {"gpus": 0, "model": "vit_tiny_patch16_224_ortho"},
+     "recipe 'recipe.yaml' does not fit vit_tiny_patch16_224_ortho: Input height (96) doesn't match"),
+    (["--gpu-memory", "1"], {"name": "vit_b_imagenet1k", "model": "vit_base_ortho"},
+     "vit_base_ortho: a step with 1 image needs 2.0 GB with amp, but a plan uses only 0.9 GB of"),
+    (["--gpu-memory", "x"], {}, "--gpu-memory is x, but must be a positive number of gigabytes"),
+    ([], {"model": "vit_smal_ortho"}, "there is no model 'vit_smal_ortho'; did you mean 'vit_small_ortho'"),
     ([], {"TIMM_DIR": "/nowhere"}, "there is no /nowhere/train.py: use timm's train.py"),
     ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10'; did you mean 'vit_s_cifar10'"),
 ])
@@ -123,6 +168,7 @@ def test_errors(command, options, given, words):
     with pytest.raises(LabError) as raised:
         command(*options, **given)
     assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------- the scripts

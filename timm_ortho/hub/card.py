@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from timm.data import ImageNetInfo
 
 from .._checks import known_name
 from .._text import finite
@@ -32,7 +33,9 @@ DATASETS = {
     "torch/cifar100": ("CIFAR-100", "uoft-cs/cifar100"),
     "torch/mnist": ("MNIST", "ylecun/mnist"),
     "torch/fashion_mnist": ("Fashion-MNIST", "zalando-datasets/fashion_mnist"),
+    "torch/imagenet": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
     "imagenet1k": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
+    "tiny_imagenet": ("Tiny ImageNet", "zh-plus/tiny-imagenet"),
 }
 
 # BibTeX key -> entry of citations.bib
@@ -207,8 +210,19 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     name = options.get("dataset")
     if not name:
         folder = Path(options.get("data_dir") or options.get("data") or "").name
+        known = _known_folder(folder, subject.config.get("label_names") or ())
+        if known:
+            return DATASETS[known]
         return f"the image folder '{folder}'" if folder else "an image folder", None
-    return DATASETS.get(name, (name.rpartition("/")[2] or name, None))
+    prefix, _, on_hub = name.partition("/")
+    return DATASETS.get(name, (name.rpartition("/")[2] or name, on_hub if prefix in ("hfds", "hfids") else None))
+
+
+def _known_folder(name: str, labels: Sequence[str]) -> Optional[str]:
+    """Return the key in `DATASETS` of an image folder with the classes of ImageNet-1k or of Tiny ImageNet's archive."""
+    if set(labels) == set(ImageNetInfo().label_names()):
+        return "imagenet1k"
+    return "tiny_imagenet" if name == "tiny-imagenet-200" and len(set(labels)) == 200 else None
 
 
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:

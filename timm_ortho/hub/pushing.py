@@ -42,7 +42,8 @@ def push(
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
         labels: Names of the classes. None: names from the run or its data set; for a module, from its `pretrained_cfg`.
-        license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
+        license: License identifier of the Hub (`apache-2.0`). None: the license of the weights that
+            training started with if it is share-alike, otherwise no license.
         private: Whether a new repository is private. None: the default of the owner's account.
         revision: Branch to commit to. A missing branch is created. None: main.
         create_pr: Open a pull request to the branch `revision` instead of committing. In this case, a missing branch is

@@ -166,6 +166,8 @@ class Publication:
             PublishError: The model cannot be published.
         """
         _check_finite(self.model)
+        if license is None and self._is_share_alike:
+            license = self.initial["license"]
         config = self._save(folder, labels, license)
         if without_tokens(text := json.dumps(config), token) != text:
             raise PublishError("config.json would contain a token: remove it from the model's arguments and labels")
@@ -208,9 +210,8 @@ class Publication:
 
     def _subject(self, config: Mapping[str, Any], license: Optional[str], revision: Optional[str]) -> Subject:
         base_model = split_revision(self.initial.get("hf_hub_id") or "")[0] or None  # the Hub accepts no revision here
-        base_license = self.initial.get("license") or ""
-        share_alike = (f"Training started with the weights of {base_model}, whose license {base_license} is "
-                       "share-alike: publish derived weights under the same license.")
+        share_alike = (f"Training started with the weights of {base_model}, whose license "
+                       f"{self.initial.get('license')} is share-alike: publish derived weights under the same license.")
         return Subject(
             title=self.repo_id.rpartition("/")[2],
             config=config,
@@ -221,8 +222,13 @@ class Publication:
             revision=revision,
             license=license,
             base_model=base_model,
-            limits=[share_alike] if base_model and "-sa" in base_license else (),
+            limits=[share_alike] if self._is_share_alike else (),
         )
+
+    @property
+    def _is_share_alike(self) -> bool:
+        """Whether derived weights must have the license of the weights on the Hub that training started with."""
+        return bool(self.initial.get("hf_hub_id")) and "-sa" in (self.initial.get("license") or "")
 
 
 # --------------------------------------------------------------------------------------------- the model

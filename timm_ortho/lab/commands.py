@@ -72,7 +72,8 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
     planned = _planned(request)
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
-    print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
+    print("\n".join([*(f"left out: {line}" for line in planned.left_out), *planned.memory,
+                     f"planned: {planned.folder}"]))
     if slurm is not None and planned.runs:
         print(f"for sbatch: {slurm.script(planned.folder, planned.runs)}")
     return planned
@@ -124,8 +125,8 @@ def run(
         if value is not None and value < 1:
             raise LabError(f"{option} must be at least 1, got {value}")
     planned = _planned(request)
-    for line in planned.left_out:
-        print(f"timm-ortho: left out: {line}", file=sys.stderr)
+    for line in [*(f"left out: {line}" for line in planned.left_out), *planned.memory]:
+        print(f"timm-ortho: {line}", file=sys.stderr)
     if threads is None and request.design.is_comparison:
         threads = _threads_for(next(iter(planned.runs.values())))
     print("\n".join(_opening(planned)), file=sys.stderr)

@@ -115,7 +115,7 @@ def check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, s
         options = Namespace(**stage.options)
         if options.epochs < 1:
             raise LabError(f"epochs must be at least 1, got {options.epochs}")
-        with _refused("timm cannot build a run from these options"):
+        with refused("timm cannot build a run from these options"):
             Training(runs[name], stage, Path(), source, options)
 
 
@@ -155,7 +155,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
 
-    with _refused(f"{options.model} with connection '{connection}'"):
+    with refused(f"{options.model} with connection '{connection}'"):
         model = build()
         if options.img_size is None and options.input_size is None:
             options.img_size = options.model_kwargs.get("img_size")
@@ -179,7 +179,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
 
 
 @contextmanager
-def _refused(subject: str) -> Iterator[None]:
+def refused(subject: str) -> Iterator[None]:
     """Turn an error of timm or torch into a LabError whose message begins with `subject`."""
     try:
         yield

@@ -58,7 +58,7 @@ from ...convert import connect
 from ...models.variant_arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
 from ..options import known_options
-from ..paper import architecture
+from ..paper import architecture, experiments, skip_recipe
 from . import recipe
 
 COMPARISON = "compare"
@@ -392,7 +392,7 @@ class _NoRecipe(LabError):
 def _paper_recipe(model: str, dataset: str) -> str:
     """Return the name of the paper's recipe for an architecture on a data set."""
     name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{dataset.rpartition('/')[2]}"
-    if name in recipe.shipped():
+    if name in experiments() or skip_recipe(name):  # the package also has recipes that are not the papers'
         return name
     raise _NoRecipe(f"{model}: the paper has no recipe for {dataset or 'a folder of images'}")
 

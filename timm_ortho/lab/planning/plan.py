@@ -28,6 +28,7 @@ from .checks import Size, check, check_runs
 from .design import COMPARISON, Variant
 from .deviations import deviations
 from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
+from .memory import fit_cells
 from .request import Request
 
 STUDY = "study.yaml"
@@ -45,6 +46,7 @@ class StudyPlan:
     places: list[dict]  # each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
     runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `places` only
     left_out: list[str]  # reasons why cells are not run
+    memory: list[str]  # for each cell that trains on GPUs, the precision, the images at once and the memory of a step
 
     def write(self) -> None:
         """Write `study.yaml` and the folders of the runs. Places that earlier commands wrote are kept.
@@ -136,6 +138,7 @@ def plan(request: Request) -> StudyPlan:
                        "--dataset '' for an image folder")
     seeds = request.seed_list(first.options.seed)
     source, sizes = check(request, variants)
+    memory = fit_cells(request, variants)
     places, runs = places_of(request, variants, seeds)
     if request.trainer == "lab":
         check_runs(runs, places, seeds[0], source)
@@ -149,7 +152,7 @@ def plan(request: Request) -> StudyPlan:
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
-    return StudyPlan(folder, settings, study, places, runs, left_out)
+    return StudyPlan(folder, settings, study, places, runs, left_out, memory)
 
 
 def places_of(

@@ -22,6 +22,7 @@ class Request:
     train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
     gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
     nodes: int = 1  # machines that each run of `train.py` uses
+    gpu_memory: Optional[float] = None  # gigabytes of a GPU; None for this machine's GPU, see `memory.gpu_memory`
     command: str = ""  # the command line, which the report shows
 
     @property
@@ -33,6 +34,8 @@ class Request:
         """Raise a LabError if the trainer cannot use the requested numbers of GPUs and nodes."""
         if self.gpus < 0 or self.nodes < 1:
             raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {self.gpus} and {self.nodes}")
+        if self.trainer == "lab" and self.gpu_memory is not None:
+            raise LabError("--gpu-memory needs timm's train.py: add --train-py")
         if self.trainer == "lab" and (self.gpus or self.nodes > 1):
             raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
 

@@ -1,0 +1,199 @@
+"""planning/memory.py: the memory of a training step, and the precision and accumulated steps that fit."""
+import csv
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from helpers.tiny_study import SMALL, planned, request, written
+
+from timm_ortho import cli
+from timm_ortho.bench.clock import saved_bytes
+from timm_ortho.lab import LabError
+from timm_ortho.lab.options import defaults
+from timm_ortho.lab.planning import memory, recipe
+from timm_ortho.lab.planning.memory import GB, StepBytes
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = ROOT / "tests" / "helpers" / "stand_in_train.py"
+
+
+def options(model="vit_test_ortho", **changed):
+    return Namespace(**{**defaults(), "model": model, **changed})
+
+
+# -------------------------------------------------------------------------------------------- measurements
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize(("model", "kwargs", "size"), [
+    ("vit_test_orthog", {}, 8), ("resnetv2_18_cifar_ortho", {"channels": [8, 8, 16, 16], "stem_chs": 8}, 32),
+    ("convnext_atto_ortho", {"depths": [1, 1, 1, 1]}, 64),
+])
+def test_bytes_equal_those_of_a_real_forward_pass(model, kwargs, size, amp):
+    built = timm.create_model(model, **kwargs).train()
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return built(image)
+
+    by_images = {}
+    for images in (2, 6):
+        image = torch.zeros(images, 3, size, size)
+        by_images[images] = saved_bytes(forward, [*built.parameters(), *built.buffers()])
+    step = memory.step_bytes(options(model, model_kwargs=kwargs, img_size=size, num_classes=None), amp)
+    batch = 2 * 4 * 3 * size * size  # the next batch, and a copy
+    assert step.image - batch == pytest.approx((by_images[6] - by_images[2]) / 4, rel=0.01)
+    parameters = 4 * sum(parameter.numel() for parameter in built.parameters())
+    assert step.fixed == pytest.approx(5 * parameters + by_images[2] - 2 * (step.image - batch), rel=0.01)
+    with_ema = memory.step_bytes(
+        options(model, model_kwargs=kwargs, img_size=size, num_classes=None, model_ema=True), amp)
+    assert with_ema.fixed - step.fixed == parameters
+
+
+def test_the_estimate_agrees_with_measurements_on_a_gpu():
+    """An H200 needed the saved bytes, the weights and their gradients, and at most 4 % more.
+
+    These numbers are of one process without an optimizer, so two copies of the parameters are left.
+    """
+    with open(ROOT / "model_cards" / "results" / "before_bench_models_gpu_h200.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["model"], row["step"], row["candidate"]) == (
+            "vit_small_patch16_224", "training", "ortho")]
+    assert {row["dtype"] for row in rows} == {"float32", "amp bfloat16"}
+    for row in rows:
+        amp, images = row["dtype"] != "float32", int(row["shape"].split("x")[0])
+        step = memory.step_bytes(options("vit_small_patch16_224_ortho"), amp)
+        unused = 3 * 22_050_664 * 4 + images * 2 * 3 * 224 * 224 * 4  # optimizer and DDP; the next batch and a copy
+        assert float(row["peak_memory"]) / (GB * step.gigabytes(images) - unused) == pytest.approx(1, abs=0.04)
+
+
+def test_initial_weights_and_the_hub_are_not_read():
+    step = memory.step_bytes(options(pretrained=True, initial_checkpoint="/nowhere"), False)
+    assert step == memory.step_bytes(options(), False)
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    (dict(model_kwargs={"depht": 1}), "vit_test_ortho: .*depht"),
+    (dict(img_size=16), r"vit_test_ortho: .*"),
+])
+def test_a_model_that_does_not_fit_its_options(changed, message):
+    with pytest.raises(LabError, match=message):
+        memory.step_bytes(options(**changed), False)
+
+
+# ------------------------------------------------------------------------------------------------ settings
+@pytest.mark.parametrize(("gigabytes", "asked", "expected"), [
+    (100, {}, (1, False, 64)),  # 1 + 64 GB
+    (50, {}, (1, True, 64)),  # 2 + 32 GB
+    (38, {}, (1, True, 64)),
+    (37, {}, (2, False, 32)),  # only 33.3 GB are used
+    (20, {}, (2, True, 32)),
+    (4, {}, (32, False, 2)),  # 3 GB, as with amp
+    (50, {"amp": False}, (2, False, 32)),
+    (100, {"amp": True}, (1, True, 64)),
+    (100, {"steps": 4}, (4, False, 16)),
+    (12, {"steps": 4}, (4, True, 16)),
+])
+def test_fewest_steps_then_float32(monkeypatch, gigabytes, asked, expected):
+    measured = {False: StepBytes(GB, GB), True: StepBytes(2 * GB, GB // 2)}
+    monkeypatch.setattr(memory, "step_bytes", lambda options, amp: measured[amp])
+    fit = memory.fit(options(batch_size=256), 4, gigabytes, **asked)
+    assert (fit.steps, fit.amp, fit.images) == expected
+    assert fit.gigabytes == measured[fit.amp].gigabytes(fit.images) <= 0.9 * gigabytes
+
+
+def test_nothing_fits(monkeypatch):
+    monkeypatch.setattr(memory, "step_bytes", lambda options, amp: StepBytes(2 * GB, GB))
+    with pytest.raises(LabError) as raised:
+        memory.fit(options(batch_size=256), 4, 2)
+    assert str(raised.value) == (
+        "vit_test_ortho: a step with 1 image needs 3.0 GB with amp, but a plan uses only 1.8 GB of a GPU with 2 GB: "
+        "use larger GPUs, or a smaller model, image size or batch")
+    with pytest.raises(LabError, match=r"a step with 32 images needs 34\.0 GB, but"):
+        memory.fit(options(batch_size=256), 4, 24, amp=False, steps=2)
+
+
+def test_the_smallest_gpu_decides(monkeypatch):
+    assert memory.gpu_memory(24) == memory.gpu_memory("24") == 24
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert memory.gpu_memory(None) == 40
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Namespace(total_memory=[48e9, 25e9][index]))
+    assert memory.gpu_memory(None) == 25
+
+
+# ------------------------------------------------------------------------------------------------ planning
+def study(tmp_path, *arguments):
+    path = written(tmp_path, grid={"depth": {1: {"model_kwargs": {"depth": 1}}, 2: {"model_kwargs": {"depth": 2}}}},
+                   representation=False, connections=["linear", "hybrid"],
+                   scales={"smoke": {"options": {"img_size": 16, "model_kwargs": SMALL["model_kwargs"]}}})
+    return cli.main([
+        "study", "plan", path, "--scale", "smoke", "--dataset", "", "--data-dir", "/nowhere", "-o", "num_classes=10",
+        "--train-py", str(STAND_IN), "-o", "batch_size=64", "--output", str(tmp_path / "out"), *arguments])
+
+
+def test_connections_of_a_cell_have_equal_settings(tmp_path, monkeypatch, capsys):
+    def step_bytes(options, amp):
+        heavy = options.model_kwargs["depth"] == 2 and options.model_kwargs["connection"] == "hybrid"
+        return StepBytes(0, GB) if heavy else StepBytes(0, GB // 10)
+
+    monkeypatch.setattr(memory, "step_bytes", step_bytes)
+    assert study(tmp_path, "--gpus", "2", "--gpu-memory", "9") == 0
+    printed = capsys.readouterr().out
+    assert "\n1: float32, 32 images at once, about 3 GB of 9 GB\n2: float32, 8 images at once, about 8 GB of" in printed
+    for depth, each in ((1, 32), (2, 8)):
+        for connection in ("linear", "hybrid"):
+            args = yaml.safe_load((tmp_path / "out" / f"depth={depth}-{connection}-seed0" / "args.yaml").read_text())
+            assert (args["batch_size"], args["grad_accum_steps"], args["amp"]) == (each, 32 // each, False)
+
+
+def test_amp_is_bfloat16_unless_the_user_set_it(tmp_path, monkeypatch):
+    measured = {False: StepBytes(0, GB), True: StepBytes(0, GB // 2)}
+    monkeypatch.setattr(memory, "step_bytes", lambda options, amp: measured[amp])
+    for number, (asked, expected) in enumerate([
+            ([], (True, "bfloat16", 64)), (["-o", "amp=false"], (False, "bfloat16", 32)),
+            (["-o", "amp=true", "-o", "amp_dtype=float16"], (True, "float16", 64))]):
+        output = tmp_path / str(number)
+        assert study(tmp_path, "--gpus", "1", "--gpu-memory", "40", *asked, "--output", str(output)) == 0
+        args = yaml.safe_load((output / "depth=1-linear-seed0" / "args.yaml").read_text())
+        assert (args["amp"], args["amp_dtype"], args["batch_size"]) == expected
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--gpus", "2", "--gpu-memory", "0"], "--gpu-memory is 0.0, but must be a positive number of gigabytes"),
+    (["--gpus", "2", "--gpu-memory", "nan"], "--gpu-memory is nan, but must be a positive number of gigabytes"),
+    (["--gpus", "2", "--gpu-memory", "1e-6"], "vit_small_ortho: a step with 1 image needs 0.0 GB with amp, but a plan"),
+])
+def test_errors_are_one_line(tmp_path, capsys, arguments, message):
+    assert study(tmp_path, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_labs_loop_has_no_gpu_memory(capsys):
+    assert cli.main(["study", "plan", "dynamics", "--gpu-memory", "24"]) == 2
+    assert "--gpu-memory needs timm's train.py: add --train-py" in capsys.readouterr().err
+
+
+def test_plans_for_the_cpu_are_not_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "step_bytes", None)
+    assert planned(request(written(tmp_path, representation=False), tmp_path / "out", train_py=STAND_IN, dataset="",
+                           data_dir="/nowhere", num_classes=10)).memory == []
+
+
+# ------------------------------------------------------------------------------------------------- recipes
+@pytest.mark.parametrize("name", [name for name in recipe.shipped() if name.endswith("_imagenet1k")])
+def test_memory_in_headers_of_recipes(name):
+    """The header states the measured memory, and its commands need at most 36 GB, which fit into a GPU of 40 GB."""
+    text, given = recipe.shipped()[name].read_text(encoding="utf-8"), recipe.resolve(recipe.load(name))
+    header = text.split("\ndevice_modules")[0].replace(" \\\n#      ", "")
+    step = {"float32": memory.step_bytes(given, False), "amp": memory.step_bytes(given, True)}
+    [(images, first, at_first, second, at_second)] = re.findall(
+        r"# Memory: (\d+) images at once need about (\d+) GB (?:in|with) (\w+), (\d+) GB (?:in|with) (\w+)\.", header)
+    assert {at_first: int(first), at_second: int(second)} == {
+        kind: round(bytes_.gigabytes(int(images))) for kind, bytes_ in step.items()}
+    for command in re.findall(r"^#   (?:python|torchrun) .* -b (\d+)(?! --train-img-sizes)", header, re.MULTILINE):
+        assert step["amp" if given.amp else "float32"].gigabytes(int(command)) <= 36
