@@ -442,11 +442,13 @@ def recommendation() -> str:
     of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     answer = " ".join([
         f"For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs, trained for {epochs_of(rows)},",
-        f"it changes top-1 accuracy by {differences} (points, 95 % confidence intervals). In the paper, ViT-B on",
-        f"ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet, compare both: the",
-        f"difference is {RESNET} on Fashion-MNIST in one small network, and {of_resnets} in the paper.",
+        f"top-1 accuracy minus that of plain addition is {differences} (points, 95 % confidence intervals). In the",
+        f"paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet,",
+        f"train with and without it: the difference is {RESNET} on Fashion-MNIST in one small network, and",
+        f"{of_resnets} in the paper.",
         *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling["decision"] == "confirmed"],
-        f"Not tested: {'; '.join([*untested(rows), 'fine-tuning'])}. See [all results](docs/evidence.md)."])
+        "For fine-tuning, nothing was tested ([advice](docs/settings.md#fine-tuning-pretrained-weights)). Not tested",
+        f"either: {'; '.join(untested(rows))}. See [all results](docs/evidence.md)."])
     return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)
 
 
@@ -455,7 +457,7 @@ def texts(root: Path) -> dict[Path, str]:
     answer = recommendation()
     return {page: replaced(page, {"evidence": text(commits.recorded()).strip()}),
             front: replaced(front, {"evidence": answer}),
-            settings: replaced(settings, {"settings": answer.replace("docs/evidence.md", "evidence.md")})}
+            settings: replaced(settings, {"settings": answer.replace("](docs/", "](")})}
 
 
 def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:

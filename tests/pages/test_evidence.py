@@ -492,7 +492,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert (f"The pairs of {' and '.join(missed)} vary more than planned." in after) == bool(missed)
     assert "trained for 8 to 20 epochs, F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
     said = " ".join(evidence.recommendation().split())
-    assert "trained for 8 to 20 epochs, it changes top-1 accuracy by +" in said
+    assert "trained for 8 to 20 epochs, top-1 accuracy minus that of plain addition is +" in said
     assert re.search(r"\[[^]]*\] on Tiny ImageNet, [^]]*\] on CIFAR-10 and ", said)
     assert "width 384" not in said
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
