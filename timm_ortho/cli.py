@@ -565,8 +565,8 @@ def _add_show(commands: Any) -> None:
 
 def _show(parsed: argparse.Namespace) -> int:
     from .diagnostics import show
-    from .hub.repository import image_config
     from .runs.folders import import_modules
+    from .runs.trained_run import image_config
 
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
@@ -588,10 +588,8 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     import timm
 
     from .hub import pull
-    from .hub.errors import NoRunError
-    from .hub.repository import run_model
-    from .hub.trained_run import CheckpointRun
     from .models.names import is_variant, similar_variants
+    from .runs.trained_run import CheckpointRun, NoRunError, run_model
     from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")

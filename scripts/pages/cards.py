@@ -20,11 +20,11 @@ from timm.models import get_pretrained_cfg
 
 import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.hub.trained_run import Run, comparison_rows
 from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
+from timm_ortho.runs.trained_run import Run, comparison_rows
 
 from . import studies
 

@@ -17,7 +17,7 @@ PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
 
 LAYERS = [  # a file may import only from its own entry and later entries
-    "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
+    "__main__", "cli", "lab", "hub", "bench", "runs", "models", "weights", "hub_client", "diagnostics", "convert",
     "arguments", "skips", "model_sites", "blocks", "routing", "connections", "masks", "functional", "update",
     "_bytecode", "_compat", "_checks", "_yaml", "_images", "_text",
 ]

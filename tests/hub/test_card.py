@@ -17,7 +17,7 @@ from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.hub.trained_run import CheckpointRun, comparison_rows
+from timm_ortho.runs.trained_run import CheckpointRun, comparison_rows
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},

@@ -30,13 +30,13 @@ from helpers.tiny_study import (
 )
 from PIL import Image
 
-from timm_ortho.hub.trained_run import CheckpointRun
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.runs.folders import read_history
+from timm_ortho.runs.trained_run import CheckpointRun
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)

@@ -18,8 +18,8 @@ from .._yaml import dump_yaml
 from ..connections import CONNECTIONS
 from ..models.build import IMPORT_TAG
 from ..runs.provenance import PRIVATE
+from ..runs.trained_run import Run
 from ..skips import SKIPS
-from .trained_run import Run
 
 CURVE = "training.png"
 TEMPLATE = Path(__file__).with_name("template.md")

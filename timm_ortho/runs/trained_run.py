@@ -1,4 +1,4 @@
-"""Read a training run to publish: options, metrics and weights.
+"""Read a training run: options, metrics, weights and model.
 
 | run of | options | metrics |
 | --- | --- | --- |
@@ -20,19 +20,30 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Optional
 
+import timm
 import torch
 from timm.models import clean_state_dict
+from torch import nn
 
+from .._images import data_config
 from .._text import error_text
 from .._yaml import YAMLError, load_yaml
 from ..hub_client.errors import WeightsError
-from ..runs.folders import read_history
+from ..models.variant_arguments import is_variant_argument
 from ..weights.files import load_checkpoint
-from .errors import NoRunError, PublishError
+from .folders import check_options, read_history
 
 _STUDY, _RUN = "study.yaml", "run.yaml"  # files in the folder of a study and in the folder of a run
 _BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 _RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
+
+
+class RunError(ValueError):
+    """A training run cannot be read. The message is one line that names the problem and what to do."""
+
+
+class NoRunError(RunError):
+    """A file is not the checkpoint of a training run."""
 
 
 class Run:
@@ -113,7 +124,7 @@ class CheckpointRun(Run):
         state_dict: The weights.
 
     Raises:
-        PublishError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
+        RunError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
     """
 
     def __init__(self, path: Path, ema: bool = False) -> None:
@@ -133,17 +144,78 @@ class CheckpointRun(Run):
             self.study = _study(folder.parent)
 
 
+# -------------------------------------------------------------------------------------------- the model
+def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
+    """Build a run's model as timm's train.py does, and load the run's weights.
+
+    Args:
+        run: A run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`.
+        name: Another model for these weights, such as a variant with another connection.
+        overrides: Arguments of the model that replace the run's arguments.
+
+    Raises:
+        RunError: The weights do not fit the model, or the options could run code, see
+            :func:`timm_ortho.runs.folders.check_options`.
+    """
+    options = run.options
+    check_options(options, RunError, str(run.path.parent))
+    kwargs = dict(options.get("model_kwargs") or {})
+    name = name or options["model"]
+    if name != options["model"] or any(map(is_variant_argument, overrides)):
+        kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
+    try:
+        model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
+        model.load_state_dict(run.state_dict)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise RunError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
+                       f"{error_text(error)}") from None
+    return model.eval()
+
+
+def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
+    """Create the model that timm's options describe. The option `model_kwargs` is not used: pass its values.
+
+    Args:
+        options: timm's options by name.
+        kwargs: Further arguments of the model. Arguments that an option sets, such as `pretrained`, are a TypeError.
+    """
+    size = options.get("input_size")
+    return timm.create_model(
+        options["model"],
+        pretrained=bool(options.get("pretrained")),
+        in_chans=options.get("in_chans") or (size[0] if size else 3),
+        num_classes=options.get("num_classes"),
+        global_pool=options.get("gp"),
+        bn_momentum=options.get("bn_momentum"),
+        bn_eps=options.get("bn_eps"),
+        checkpoint_path=None,  # timm before 1.0.26 would run code in the file; in kwargs it is a TypeError
+        **kwargs,
+    )
+
+
+_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the image preprocessing that a run's options set, completed from the model's configuration."""
+    config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
+    channels, *size = config["input_size"]
+    if model.pretrained_cfg.get("fixed_input_size"):
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return {**config, "input_size": (channels, *size)}
+
+
 # -------------------------------------------------------------------------------------------- the files
 def checkpoint_file(path: Path) -> Path:
     """Return the checkpoint at a path. For a run's folder, return its last checkpoint, or else its best.
 
     Raises:
-        PublishError: There is no checkpoint.
+        RunError: There is no checkpoint.
     """
     if path.is_file():
         return path
     if not path.is_dir():
-        raise PublishError(f"there is no checkpoint or run folder '{path}'")
+        raise RunError(f"there is no checkpoint or run folder '{path}'")
     for name in ("switched/last.pth.tar", "last.pth.tar", "model_best.pth.tar"):
         if (path / name).is_file():
             return path / name
@@ -151,8 +223,8 @@ def checkpoint_file(path: Path) -> Path:
         raise _unfinished(path)
     runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
     if runs:
-        raise PublishError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
-    raise PublishError(f"{path} contains no checkpoint (last.pth.tar, model_best.pth.tar): pass a checkpoint, or a "
+        raise RunError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
+    raise RunError(f"{path} contains no checkpoint (last.pth.tar, model_best.pth.tar): pass a checkpoint, or a "
                        "folder that timm's train.py or timm-ortho compare wrote")
 
 
@@ -182,7 +254,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
 
 def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
     if ema and not checkpoint.get("state_dict_ema"):
-        raise PublishError(f"{path} has no EMA weights: use its plain weights, or train with --model-ema")
+        raise RunError(f"{path} has no EMA weights: use its plain weights, or train with --model-ema")
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 
@@ -192,8 +264,8 @@ def _finished(folder: Path) -> dict:
     return load_json(folder / "result.json")
 
 
-def _unfinished(folder: Path) -> PublishError:
-    return PublishError(f"the run in {folder} is not finished: repeat the command that started it")
+def _unfinished(folder: Path) -> RunError:
+    return RunError(f"the run in {folder} is not finished: repeat the command that started it")
 
 
 def _peers(folder: Path) -> dict[int, float]:
@@ -227,9 +299,9 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     try:
         values = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise PublishError(f"{file} cannot be read ({error_text(error)})") from None
+        raise RunError(f"{file} cannot be read ({error_text(error)})") from None
     if not isinstance(values, dict):
-        raise PublishError(f"{file} cannot be read (it contains no mapping)")
+        raise RunError(f"{file} cannot be read (it contains no mapping)")
     return values
 
 
@@ -255,9 +327,9 @@ def load_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        PublishError: The file cannot be read.
+        RunError: The file cannot be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PublishError(f"{path} cannot be read ({type(error).__name__})") from None
+        raise RunError(f"{path} cannot be read ({type(error).__name__})") from None

@@ -10,9 +10,8 @@ import yaml
 from helpers.pickles import never_unpickled
 from helpers.trained_runs import lab_grid, timm_run
 
-from timm_ortho.hub import PublishError
-from timm_ortho.hub.trained_run import CheckpointRun
 from timm_ortho.runs.folders import class_names, read_history
+from timm_ortho.runs.trained_run import CheckpointRun, RunError
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -60,7 +59,7 @@ def test_class_names():
 
 def test_wrong_paths(grid, copied, tmp_path):
     def message(path, *args):
-        with pytest.raises(PublishError) as error:
+        with pytest.raises(RunError) as error:
             CheckpointRun(path, *args)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -79,16 +78,16 @@ def test_wrong_paths(grid, copied, tmp_path):
 
 
 def test_a_pickle_is_not_executed(tmp_path):
-    with never_unpickled(tmp_path / "evil.pth.tar") as path, pytest.raises(PublishError, match="cannot be read as a"):
+    with never_unpickled(tmp_path / "evil.pth.tar") as path, pytest.raises(RunError, match="cannot be read as a"):
         CheckpointRun(Path(path))
 
 
 def test_weights_without_arguments(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
-    with pytest.raises(PublishError, match=r"the model of .* is unknown: .*; build the model"):
+    with pytest.raises(RunError, match=r"the model of .* is unknown: .*; build the model"):
         CheckpointRun(tmp_path / "bare.pth.tar")
     torch.save([1], tmp_path / "list.pth.tar")
-    with pytest.raises(PublishError, match="has no 'state_dict'"):
+    with pytest.raises(RunError, match="has no 'state_dict'"):
         CheckpointRun(tmp_path / "list.pth.tar")
 
 
