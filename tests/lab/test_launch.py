@@ -50,7 +50,7 @@ def tiny(tmp_path_factory):
 
 
 def finished(output):
-    (_, runs, unfinished), = collect.collect([output])
+    (_, runs, unfinished), = collect.collect([output]).values()
     return [(item["cell"], item["connection"], item["seed"]) for item in runs], unfinished
 
 
@@ -95,7 +95,7 @@ def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
 
 def test_collected_results(tiny):
     _, output = tiny
-    (about, runs, unfinished), = collect.collect([output])
+    (about, runs, unfinished), = collect.collect([output]).values()
     assert (unfinished, about["axes"], about["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
     assert [(item["cell"]["lr"], item["connection"]) for item in runs] == [
         (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]

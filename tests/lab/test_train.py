@@ -75,7 +75,7 @@ def test_files(study):
         folder = study / name
         assert {path.name for path in folder.iterdir()} - {".lock"} == {
             "run.yaml", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
-            "sessions.json", "result.json", "features.npy"}
+            "sessions.json", "result.json", "card.json", "features.npy"}
         header, *rows = (folder / "summary.csv").read_text().splitlines()
         assert header.split(",") == [
             "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),

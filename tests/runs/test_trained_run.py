@@ -1,4 +1,6 @@
 """Test reading training runs from their folders."""
+import json
+import math
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -6,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from helpers.pickles import never_unpickled
+from helpers.tiny_study import compared, planned, read, request, switching, trained, written
 from helpers.trained_runs import lab_grid, timm_run
 
+from timm_ortho import cli
+from timm_ortho.lab import commands as study
 from timm_ortho.runs.folders import class_names, read_history
 from timm_ortho.runs.trained_run import CheckpointRun, RunError
 from timm_ortho.weights.files import load_checkpoint
@@ -68,7 +72,7 @@ def test_wrong_paths(grid, copied, tmp_path):
     assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
     assert "has no EMA weights: use its plain weights" in message(grid / "feature-seed0", True)
-    (copied / "feature-seed1" / "result.json").unlink()
+    change_card(copied / "feature-seed1", finished=False)
     assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
     (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")
     assert "cannot be read as a checkpoint" in message(copied / "feature-seed0")
@@ -99,31 +103,72 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "result.json"])
-def test_a_damaged_run_is_not_a_peer(grid, tmp_path, name):
-    copy = shutil.copytree(grid, tmp_path / "grid")
-    assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
-    damaged = copy / "feature-seed1" / name
-    damaged.write_text("{}") if name == "result.json" else damaged.unlink()
-    assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
+def change_card(folder, **changes):
+    values = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**values, **changes}))
 
 
-@pytest.mark.parametrize("kind", ["switched", "train.py"])
-def test_runs_that_differ_in_the_seed_are_peers(copied, kind):
-    """A run whose connection was switched has two args.yaml: its own, and that of the folder `switched`.
+@pytest.mark.parametrize("optimizer", [None, "kept"])
+def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
+    """The numbers of other seeds are there after the report. A switched run has them for both of its folders."""
+    if optimizer is None:
+        asked = compared(tmp_path / "out", ["feature"], seeds=2)
+    else:
+        asked = request(written(tmp_path, **switching(optimizer)), tmp_path / "out", seeds=2)
+    output = trained(asked)
+    folders = [output / name for name in planned(asked).runs]  # planning again keeps the cards
+    top1 = {seed: read(folder / "result.json")["top1"] for seed, folder in enumerate(folders)}
+    stages = [".", "switched"] if optimizer else ["."]
+    for seed, folder in enumerate(folders):
+        assert [CheckpointRun(folder / stage).card.top1 for stage in stages] == [{seed: top1[seed]}] * len(stages)
+    study.report_on([output])
+    for folder in folders:
+        for path in (folder, *(folder / stage / "last.pth.tar" for stage in stages)):
+            run = CheckpointRun(path)
+            assert run.card.top1 == top1
+            assert (run.card.trainer, run.card.split, len(run.card.labels)) == ("lab", "test", 10)
+        assert CheckpointRun(folder).path == folder / stages[-1] / "last.pth.tar"
 
-    timm's train.py writes the name of the run into args.yaml (`experiment`), so there peers differ in the name, too.
-    """
-    for run in copied.glob("feature-seed*"):
-        options = yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8"))
-        changed = {"experiment": run.name}
-        if kind == "switched":
-            changed = {"model_kwargs": {**options["model_kwargs"], "connection": "linear"}}
-            (run / "switched").mkdir()
-            for name in ("last.pth.tar", "summary.csv"):
-                shutil.copy(run / name, run / "switched")
-        folder = run / "switched" if kind == "switched" else run
-        (folder / "args.yaml").write_text(yaml.safe_dump({**options, **changed}), encoding="utf-8")
-    run = CheckpointRun(copied / "feature-seed0")
-    assert run.peers.keys() == {0, 1}
-    assert run.connection == ("linear" if kind == "switched" else "feature")
+
+def test_a_report_elsewhere_writes_no_card(copied, tmp_path):
+    """The folders of a study may belong to another person."""
+    before = (copied / "feature-seed0" / "card.json").read_bytes()
+    (copied / "feature-seed1" / "result.json").unlink()
+    study.report_on([copied], tmp_path / "report")
+    assert (copied / "feature-seed0" / "card.json").read_bytes() == before
+    study.report_on([copied])
+    assert (copied / "feature-seed0" / "card.json").read_bytes() != before
+
+
+ROW = dict(connection="a", baseline="b", seeds=[0], top1_mean=1.0, top1_std=None, difference=None)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    (dict(stage="../feature-seed1"), "the stage '../feature-seed1' is not a folder in it"),
+    (dict(stage="/etc"), "the stage '/etc' is not a folder in it"),
+    (dict(stage=".."), "the stage '..' is not a folder in it"),
+    (dict(top1={"0": math.nan}), "nan is not finite"),
+    (dict(top1={"0": math.inf}), "inf is not finite"),
+    (dict(top1={"0": "high"}), "TypeError"),
+    (dict(top1=[1]), "AttributeError"),
+    (dict(labels=3), "TypeError"),
+    (dict(comparison=[{**ROW, "top1_mean": -math.inf}]), "-inf is not finite"),
+    (dict(comparison=[{**ROW, "difference": dict(mean=1.0, half_width=math.nan, pairs=2)}]), "nan is not finite"),
+    (dict(comparison=[{"connection": "a"}]), "KeyError: 'baseline'"),
+    (dict(split=2**20 * "a"), "it has more than 1,048,576 bytes"),
+])
+def test_values_of_another_person_are_checked(copied, capsys, changes, reason):
+    change_card(copied / "feature-seed0", **changes)
+    for command in (["show"], ["push", "--dry-run", "--output", str(copied / "out"), "me/x"]):
+        assert cli.main([command[0], str(copied / "feature-seed0"), *command[1:]]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"timm-ortho: error: {copied / 'feature-seed0' / 'card.json'} cannot be read (")
+        assert reason in line
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", 100_000 * "[", '{"top1": 1e999}', b"\xff"])
+def test_a_damaged_card(copied, content):
+    path = copied / "feature-seed0" / "card.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunError, match=r"card.json cannot be read \(\w+: .*remove it if timm-ortho did not write it"):
+        CheckpointRun(copied / "feature-seed0")

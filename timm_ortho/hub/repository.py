@@ -310,7 +310,7 @@ def _labels(model: nn.Module, run: Optional[Run], requested: Optional[Sequence[s
                                "class, in the order of the classifier's outputs")
         return list(requested)
     if run is not None:
-        names = run.result.get("labels") or _labels_of_data(run.options)
+        names = run.card.labels or _labels_of_data(run.options)
     else:
         names = model.pretrained_cfg.get("label_names")
     return list(names) if names and len(names) == model.num_classes else None

@@ -12,12 +12,13 @@ The run's folder has these files:
 | `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
 | `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
+| `card.json` | planning, `running.run`, `reporting.cards` | values of the run's model card, see `runs.card_values` |
 | `log.txt` | the launcher | the output of the run's process |
 
 The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.
 
-A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv` and
-`last.pth.tar` are in `switched/`.
+A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv`,
+`last.pth.tar` and `card.json` are in `switched/`.
 """
 import json
 from argparse import Namespace
@@ -31,8 +32,10 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 from .._text import without_nan
 from .._yaml import YAMLError, dump_yaml, load_yaml
+from ..runs.card_values import CARD, CardValues
 from ..runs.folders import json_lines, read_history
-from . import LabError, one_line, write_text, writing
+from ..runs.provenance import PRIVATE
+from . import LabError, one_line, write_json, write_text, writing
 
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
@@ -135,8 +138,10 @@ class RunPlan:
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
-        """Create the folder, with `run.yaml` and the `args.yaml` of each stage."""
+        """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / CARD).is_file():
+            _write_card(folder, CardValues(finished=False, stage=self.stages[-1].folder))
         write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
 
@@ -159,6 +164,37 @@ class RunPlan:
         if outside:
             raise LabError(f"{folder / PLAN} has a stage in another folder, '{outside[0]}': remove {folder}")
         return plan
+
+
+def write_card(folder: Path, result: Mapping[str, Any], **of_study: Any) -> None:
+    """Write the `card.json` of a finished run.
+
+    Args:
+        folder: The folder of the run.
+        result: The contents of `result.json`.
+        of_study: `top1`, and the values that the report of the study knows: `split` and `comparison`.
+    """
+    stage = SWITCHED if result.get("switch_epoch") else "."
+    _write_card(folder, replace(card_values(result), stage=stage, **of_study))
+
+
+def card_values(result: Mapping[str, Any]) -> CardValues:
+    """Return the values of a run's model card that are in its `result.json`."""
+    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
+    commit, sessions = made.pop("commit", None), made.pop("continued", None)
+    if sessions:  # only the count: each session has its own host, process and command
+        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
+    made.update(commit=commit, device=result.get("device"))
+    return CardValues(trainer=result.get("trainer", "train.py"), labels=result.get("labels") or (),
+                      made_with={key: value for key, value in made.items() if value})
+
+
+def _write_card(folder: Path, card: CardValues) -> None:
+    """Write the `card.json` of each stage, so that a checkpoint is always beside one."""
+    if card.stage != ".":
+        (folder / card.stage).mkdir(exist_ok=True)
+        write_json(folder / card.stage / CARD, asdict(replace(card, stage=".")))
+    write_json(folder / CARD, asdict(card))
 
 
 def _plain(value: Any) -> Any:

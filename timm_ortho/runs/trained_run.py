@@ -1,19 +1,12 @@
-"""Read a training run: options, metrics, weights and model.
+"""Read a training run of timm's `train.py`, `timm-ortho compare` or `study`: options, metrics, weights and model.
 
-| run of | options | metrics |
-| --- | --- | --- |
-| timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, and the files named below |
-
-For a run of `compare` or `study`, these files are read too: `result.json` and `run.yaml` of the runs with other seeds,
-and the study's `study.yaml` and `results.json`.
+Options are in `args.yaml` and in the checkpoint, and metrics in `summary.csv`. A run of `compare` or `study` also has a
+`card.json`, see :mod:`.card_values`.
 
 With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
 `--model-ema-force-cpu` they evaluate the plain weights.
 Checkpoints are read by :mod:`timm_ortho.weights.files`, which runs no code from them.
 """
-import json
-import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,15 +24,10 @@ from .._yaml import YAMLError, load_yaml
 from ..hub_client.errors import WeightsError
 from ..models.variant_arguments import is_variant_argument
 from ..weights.files import load_checkpoint
+from .card_values import CardValues, RunError, read_card_values
 from .folders import check_options, read_history
 
-_STUDY, _RUN = "study.yaml", "run.yaml"  # files in the folder of a study and in the folder of a run
 _BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
-_RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
-
-
-class RunError(ValueError):
-    """A training run cannot be read. The message is one line that names the problem and what to do."""
 
 
 class NoRunError(RunError):
@@ -53,10 +41,7 @@ class Run:
         options: timm's options.
         history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. A run
             that changes its connection has two stages; the list contains only the epochs of the checkpoint's stage.
-        result: `result.json` of a run of `timm-ortho compare` or `study`; empty for `train.py`.
-        peers: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
-        comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
-        study: The key `study` of the `study.yaml` beside the run's folder; empty for `train.py`.
+        card: The values in `card.json`.
         epoch: Epoch at whose end the weights were saved, or the epoch in which `in_mid_epoch` weights were saved; None
             without weights.
         in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
@@ -65,10 +50,7 @@ class Run:
 
     options: Mapping[str, Any]
     history: list[dict]
-    result: Mapping[str, Any]
-    peers: Mapping[int, float]
-    comparison: list[dict]
-    study: Mapping[str, Any]
+    card: CardValues
     epoch: Optional[int]
     in_mid_epoch: bool = False
     ema: bool
@@ -80,8 +62,7 @@ class Run:
     @property
     def split(self) -> str:
         """Name of the split or folder of the validation images."""
-        stored = (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split")
-        return Path(stored or "validation").name
+        return Path(self.card.split or self.options.get("val_split") or "validation").name
 
     @property
     def evaluated(self) -> Optional[dict]:
@@ -104,19 +85,19 @@ class Run:
 
     @property
     def top1_mean(self) -> Optional[float]:
-        return fmean(self.peers.values()) if self.peers else None
+        return fmean(self.card.top1.values()) if self.card.top1 else None
 
     @property
     def top1_std(self) -> Optional[float]:
         """Sample standard deviation over seeds; None for fewer than two seeds."""
-        return stdev(self.peers.values()) if len(self.peers) > 1 else None
+        return stdev(self.card.top1.values()) if len(self.card.top1) > 1 else None
 
 
 class CheckpointRun(Run):
     """A run with its weights.
 
     Args:
-        path: A checkpoint, or the folder of one run. `checkpoint_file` selects a checkpoint in a folder.
+        path: A checkpoint, or the folder of one run. In a folder, the last checkpoint is read, or else the best.
         ema: Whether to use the EMA weights.
 
     Attributes:
@@ -128,20 +109,16 @@ class CheckpointRun(Run):
     """
 
     def __init__(self, path: Path, ema: bool = False) -> None:
-        self.path = checkpoint_file(path)
+        folder = path if path.is_dir() else path.parent
+        self.card = read_card_values(folder)
+        if not self.card.finished:
+            raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
+        self.path = _checkpoint_file(path, self.card.stage)
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
         self.history = read_history(folder)
-        self.result, self.peers, self.comparison, self.study = {}, {}, [], {}
-        if folder.name == "switched" and (folder.parent / _RUN).is_file():  # second stage of a run
-            folder = folder.parent
-        if (folder / _RUN).is_file():
-            self.result = _finished(folder)
-            self.peers = _peers(folder)
-            self.comparison = _comparison(folder.parent, self.result["connection"])
-            self.study = _study(folder.parent)
 
 
 # -------------------------------------------------------------------------------------------- the model
@@ -206,21 +183,20 @@ def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 # -------------------------------------------------------------------------------------------- the files
-def checkpoint_file(path: Path) -> Path:
+def _checkpoint_file(path: Path, stage: str) -> Path:
     """Return the checkpoint at a path. For a run's folder, return its last checkpoint, or else its best.
 
-    Raises:
-        RunError: There is no checkpoint.
+    Args:
+        path: A checkpoint, or the folder of a run.
+        stage: Folder of the last stage, relative to the run's folder.
     """
     if path.is_file():
         return path
     if not path.is_dir():
         raise RunError(f"there is no checkpoint or run folder '{path}'")
-    for name in ("switched/last.pth.tar", "last.pth.tar", "model_best.pth.tar"):
-        if (path / name).is_file():
-            return path / name
-    if (path / _RUN).is_file():
-        raise _unfinished(path)
+    for file in (path / stage / "last.pth.tar", path / "model_best.pth.tar"):
+        if file.is_file():
+            return file
     runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
     if runs:
         raise RunError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
@@ -258,43 +234,6 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 
-def _finished(folder: Path) -> dict:
-    if not (folder / "result.json").is_file():
-        raise _unfinished(folder)
-    return load_json(folder / "result.json")
-
-
-def _unfinished(folder: Path) -> RunError:
-    return RunError(f"the run in {folder} is not finished: repeat the command that started it")
-
-
-def _peers(folder: Path) -> dict[int, float]:
-    match = _RUN_NAME.fullmatch(folder.name)
-    if match is None or not (folder.parent / _STUDY).is_file():
-        return {}
-    top1, settings = {}, _settings(folder)
-    for peer in folder.parent.iterdir():
-        peer_match = _RUN_NAME.fullmatch(peer.name)
-        if peer_match is None or peer_match["variant"] != match["variant"] or not (
-                (peer / "result.json").is_file() and (peer / _RUN).is_file()):
-            continue
-        result = load_json(peer / "result.json")
-        if "top1" in result and _settings(peer) == settings:
-            top1[int(peer_match["seed"])] = result["top1"]
-    return {seed: top1[seed] for seed in sorted(top1)}
-
-
-def _settings(folder: Path) -> list[dict]:
-    """Return the stages in a run's run.yaml without the seed."""
-    stages = _read_mapping(folder / _RUN).get("stages") or ()
-    return [{**stage, "options": {**stage["options"], "seed": None}} for stage in stages]
-
-
-def _study(grid: Path) -> dict:
-    file = grid / _STUDY
-    return (_read_mapping(file).get("study") if file.is_file() else None) or {}
-
-
 def _read_mapping(file: Path) -> dict[str, Any]:
     try:
         values = load_yaml(file.read_text(encoding="utf-8"))
@@ -303,33 +242,3 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RunError(f"{file} cannot be read (it contains no mapping)")
     return values
-
-
-def _comparison(grid: Path, connection: str) -> list[dict]:
-    if not (grid / _STUDY).is_file() or not (grid / "results.json").is_file():
-        return []
-    rows = comparison_rows(load_json(grid / "results.json"))
-    return rows if connection in [row["connection"] for row in rows] else []
-
-
-def comparison_rows(results: Mapping[str, Any]) -> list[dict]:
-    """Return the table of `timm-ortho compare` from its `results.json`; empty for any other study."""
-    study = results.get("study") or {}
-    if study.get("name") != "compare":
-        return []
-    return [
-        {"connection": row["cell"]["connection"], "baseline": study["baseline"]["connection"], "seeds": row["seeds"],
-         "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
-        for row in results["summary"] if row["measure"] == "top1"]
-
-
-def load_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        RunError: The file cannot be read.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({type(error).__name__})") from None
