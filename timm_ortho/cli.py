@@ -46,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # for example, head closes the pipe in `timm-ortho list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
+    except OSError as error:  # for example a full disk, or a folder without permission
+        if arguments[:1] == ["run"]:  # an error of the script
+            raise
+        print(f"timm-ortho: error: {error_text(error)}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -232,9 +237,7 @@ def _lab(command: str) -> Iterator[Any]:
     from .lab import LabError, commands
     try:
         yield commands
-    except BrokenPipeError:  # main handles it
-        raise
-    except (LabError, OSError) as error:  # OSError: a full disk, or a folder without permission
+    except LabError as error:
         raise UsageError(error) from None
 
 
@@ -576,7 +579,7 @@ def _show(parsed: argparse.Namespace) -> int:
         measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(measured, parsed.svg, parsed.model)
-    except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
     print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout

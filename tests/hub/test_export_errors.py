@@ -86,8 +86,8 @@ def test_other_wrong_arguments(tmp_path):
     assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 
-@pytest.mark.parametrize("publish", [hub.export, lambda model, folder, repo_id: hub.push(model, repo_id, token="hf_x")])
-@pytest.mark.parametrize("limit", [100, 20_000])
+@pytest.mark.parametrize(("publish", "limit"), [
+    (hub.export, 100), (lambda model, folder, repo_id: hub.push(model, repo_id, token="hf_x"), 20_000)])
 def test_a_full_disk(tmp_path, monkeypatch, publish, limit):
     """Files larger than a limit cannot be written, as on a full disk."""
     monkeypatch.setattr("timm_ortho.hub.pushing._existing", lambda *_: None)

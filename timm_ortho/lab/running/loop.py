@@ -233,8 +233,8 @@ class Training:
             "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
                         for path in map(self.folder.joinpath, self.growing) if path.exists()},
             **{name: part.state_dict() for name, part in self._parts().items()}}
-        with whole_file(self.checkpoint) as partial:
-            torch.save(checkpoint, partial)
+        with whole_file(self.checkpoint) as file:
+            torch.save(checkpoint, file)
 
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the last checkpoint of the first stage.
