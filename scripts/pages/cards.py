@@ -10,7 +10,6 @@ MODEL without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BAS
 
 `timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Optional
@@ -66,8 +65,8 @@ class PublishedRun(Run):
         self.epoch = self.history[-1]["epoch"]
         self.ema = self.evaluates_ema
         result = {**run, "made_with": {**part.study["versions"], **(run.get("made_with") or {})}}
-        self.card = replace(
-            card_values(result), split=(part.study.get("data") or {}).get("validation_split"),
+        self.card = card_values(
+            result, split=(part.study.get("data") or {}).get("validation_split"),
             top1={run["seed"]: run["top1"] for run in runs}, comparison=comparison(part))
 
 

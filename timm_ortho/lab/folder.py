@@ -30,7 +30,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import without_nan
+from .._text import finite, without_nan
 from .._yaml import YAMLError, dump_yaml, load_yaml
 from ..runs.card_values import CARD, CardValues
 from ..runs.folders import json_lines, read_history
@@ -140,16 +140,28 @@ class RunPlan:
     def write(self, folder: Path) -> None:
         """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / CARD).is_file():
-            _write_card(folder, CardValues(finished=False, stage=self.stages[-1].folder))
         write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
+        if not (folder / CARD).is_file():
+            self.write_card(folder)
 
     def write_options(self, folder: Path) -> None:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
             write_text(folder / stage.folder / "args.yaml", dump_yaml(_plain(dict(stage.options))))
+
+    def write_card(self, folder: Path, result: Optional[Mapping[str, Any]] = None, **of_study: Any) -> None:
+        """Write the `card.json` of each stage, which refers to the last stage.
+
+        Args:
+            folder: The folder of the run.
+            result, of_study: See `card_values`. None for an unfinished run.
+        """
+        card = CardValues(finished=False) if result is None else card_values(result, **of_study)
+        for stage in self.stages:
+            last = "." if stage is self.stages[-1] else self.stages[-1].folder
+            write_json(folder / stage.folder / CARD, asdict(replace(card, stage=last)))
 
     @classmethod
     def read(cls, folder: Path) -> "RunPlan":
@@ -166,35 +178,22 @@ class RunPlan:
         return plan
 
 
-def write_card(folder: Path, result: Mapping[str, Any], **of_study: Any) -> None:
-    """Write the `card.json` of a finished run.
+def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
+    """Return the values of a run's model card.
 
     Args:
-        folder: The folder of the run.
-        result: The contents of `result.json`.
-        of_study: `top1`, and the values that the report of the study knows: `split` and `comparison`.
+        result: The contents of the run's `result.json`.
+        of_study: The values that need the other runs of the study: `top1`, `split` and `comparison`.
     """
-    stage = SWITCHED if result.get("switch_epoch") else "."
-    _write_card(folder, replace(card_values(result), stage=stage, **of_study))
-
-
-def card_values(result: Mapping[str, Any]) -> CardValues:
-    """Return the values of a run's model card that are in its `result.json`."""
+    top1 = {result["seed"]: result["top1"]} if finite(result.get("top1")) else {}
     made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if sessions:  # only the count: each session has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     made.update(commit=commit, device=result.get("device"))
-    return CardValues(trainer=result.get("trainer", "train.py"), labels=result.get("labels") or (),
-                      made_with={key: value for key, value in made.items() if value})
-
-
-def _write_card(folder: Path, card: CardValues) -> None:
-    """Write the `card.json` of each stage, so that a checkpoint is always beside one."""
-    if card.stage != ".":
-        (folder / card.stage).mkdir(exist_ok=True)
-        write_json(folder / card.stage / CARD, asdict(replace(card, stage=".")))
-    write_json(folder / CARD, asdict(card))
+    return CardValues(**{
+        "trainer": result.get("trainer", "train.py"), "labels": result.get("labels") or (), "top1": top1,
+        "made_with": {key: value for key, value in made.items() if value}, **of_study})
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from ..._text import finite
-from ..folder import RESULT, write_card
+from ..folder import RESULT, RunPlan
 from ..planning.design import COMPARISON
 from ..planning.plan import read
 from . import tables
@@ -25,8 +25,9 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Run]) -> None:
                    if (run["cell"], run["connection"]) == (place["cell"], place["connection"])}
         run = of_cell.get(place["seed"])
         if run is not None and (folder / name / RESULT).is_file():  # otherwise a run by hand, in another folder
-            write_card(folder / name, run, split=split, comparison=compared, top1={
-                seed: run["top1"] for seed, run in sorted(of_cell.items()) if finite(run.get("top1"))})
+            top1 = {seed: other["top1"] for seed, other in sorted(of_cell.items()) if finite(other.get("top1"))}
+            plan = RunPlan.read(folder / name)
+            plan.write_card(folder / name, run, top1=top1, split=split, comparison=compared)
 
 
 def comparison(part: Part) -> list[dict[str, Any]]:

@@ -33,10 +33,8 @@ def collect(folders: Sequence[Path]) -> dict[Path, Part]:
             user's run, or two runs have the same cell, connection and seed.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
-    parts = {}
-    for folder in finished:
-        study, runs, recorded = published.read(folder)
-        parts[folder] = (study, runs, [], recorded)
+    parts = {folder: (study, runs, [], recorded)
+             for folder, (study, runs, recorded) in zip(finished, map(published.read, finished), strict=True)}
     rest = [folder for folder in folders if folder not in finished]
     return {**parts, **_of_outputs(rest)} if rest else parts
 

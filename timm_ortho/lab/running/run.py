@@ -20,7 +20,7 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from ..._images import data_config
-from ..._text import error_text, finite
+from ..._text import error_text
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...models.names import is_variant
@@ -30,20 +30,7 @@ from ...runs.trained_run import create_model
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line, write_json
 from ..data import Source, loaders, open_source
-from ..folder import (
-    LOG,
-    PLAN,
-    RESULT,
-    SESSIONS,
-    RunPlan,
-    Stage,
-    epochs_done,
-    history,
-    metrics_of,
-    read_json,
-    work_on,
-    write_card,
-)
+from ..folder import LOG, PLAN, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
 from . import timm_script
 from .features import measure_features
 from .loop import Training
@@ -107,7 +94,7 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
             result = _train(plan, folder)
             sessions[-1]["end"] = _now()
             result["made_with"] = {**sessions[0], "end": sessions[-1]["end"], "continued": sessions[1:]}
-            write_card(folder, result, top1={result["seed"]: result["top1"]} if finite(result["top1"]) else {})
+            plan.write_card(folder, result)
             write_json(folder / RESULT, result)
         except BaseException as error:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
