@@ -46,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # for example, head closes the pipe in `timm-ortho list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
+    except OSError as error:  # for example a full disk, or a folder without permission
+        if arguments[:1] == ["run"]:  # an error of the script
+            raise
+        print(f"timm-ortho: error: {error_text(error)}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -246,9 +251,7 @@ def _lab(command: str) -> Iterator[Any]:
     from .lab import LabError, commands
     try:
         yield commands
-    except BrokenPipeError:  # main handles it
-        raise
-    except (LabError, OSError) as error:  # OSError: a full disk, or a folder without permission
+    except LabError as error:
         raise UsageError(error) from None
 
 
@@ -580,8 +583,8 @@ def _add_show(commands: Any) -> None:
 
 def _show(parsed: argparse.Namespace) -> int:
     from .diagnostics import show
-    from .hub.repository import image_config
     from .runs.folders import import_modules
+    from .runs.trained_run import image_config
 
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
@@ -591,7 +594,7 @@ def _show(parsed: argparse.Namespace) -> int:
         measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(measured, parsed.svg, parsed.model)
-    except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
     print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
@@ -603,10 +606,8 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     import timm
 
     from .hub import pull
-    from .hub.errors import NoRunError
-    from .hub.repository import run_model
-    from .hub.trained_run import CheckpointRun
     from .models.names import is_variant, similar_variants
+    from .runs.trained_run import CheckpointRun, NoRunError, run_model
     from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")

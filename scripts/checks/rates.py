@@ -145,7 +145,7 @@ def accepted(recipes: Mapping[str, Chosen]) -> bool:
 def main(folders: Sequence[Path]) -> int:
     if not folders:
         raise SystemExit(__doc__)
-    parts = collect(folders)
+    parts = collect(folders).values()
     missing = [name for _, _, unfinished in parts for name in unfinished]
     if missing:
         print(f"not finished: {', '.join(missing)}", file=sys.stderr)

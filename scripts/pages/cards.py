@@ -20,11 +20,13 @@ from timm.models import get_pretrained_cfg
 
 import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.hub.trained_run import Run, comparison_rows
+from timm_ortho.lab.folder import card_values
 from timm_ortho.lab.paper import experiments
+from timm_ortho.lab.reporting.cards import comparison
 from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
+from timm_ortho.runs.trained_run import Run
 
 from . import studies
 
@@ -53,7 +55,6 @@ class PublishedRun(Run):
 
     def __init__(self, folder: Path, connection: str) -> None:
         part = studies.part(folder)
-        self.study = part.study
         self.seed = seed = part.study["seeds"][0]  # not the best seed, whose accuracy would be biased
         self.command = part.study["command"]
         runs = [run for run in part.runs if run["connection"] == connection]
@@ -61,11 +62,12 @@ class PublishedRun(Run):
         options = part.study["options"]
         self.options = {**options, "seed": seed, "model_kwargs": {**options["model_kwargs"], "connection": connection}}
         self.history = run["history"]
-        self.result = {**run, "made_with": {**part.study["versions"], **(run.get("made_with") or {})}}
         self.epoch = self.history[-1]["epoch"]
         self.ema = self.evaluates_ema
-        self.peers = {run["seed"]: run["top1"] for run in runs}
-        self.comparison = comparison_rows({"study": part.study, "summary": studies.summary(folder)})
+        result = {**run, "made_with": {**part.study["versions"], **(run.get("made_with") or {})}}
+        self.card = card_values(
+            result, split=(part.study.get("data") or {}).get("validation_split"),
+            top1={run["seed"]: run["top1"] for run in runs}, comparison=comparison(part))
 
 
 def texts(root: Path) -> dict[Path, str]:

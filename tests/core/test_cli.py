@@ -1,4 +1,5 @@
 """The command line: output and exit status of each command, and one-line errors."""
+import errno
 import os
 import subprocess
 import sys
@@ -190,3 +191,16 @@ def test_missing_extra(capsys, monkeypatch):
 
 def test_version_is_that_of_the_installed_package():
     assert environment()["timm-ortho"] == timm_ortho.__version__
+
+
+def test_an_error_of_the_operating_system_is_one_line(tmp_path, monkeypatch, capsys):
+    """For example a full disk. A script's own error keeps its traceback."""
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr("timm_ortho.lab.commands.report_on", full)
+    expected = "timm-ortho: error: [Errno 28] No space left on device: 'report.html'\n"
+    assert fails(capsys, "study", "report", str(tmp_path)) == expected
+    (tmp_path / "script.py").write_text("open('/nowhere/a')")
+    with pytest.raises(FileNotFoundError, match="/nowhere/a"):
+        cli.main(["run", str(tmp_path / "script.py")])

@@ -12,12 +12,15 @@ import yaml
 
 import timm_ortho
 from timm_ortho.hub.card import CITATIONS
+from timm_ortho.lab.folder import LOG, PLAN, RESULT, SESSIONS, SWITCHED
+from timm_ortho.lab.planning.plan import STUDY
+from timm_ortho.lab.reporting import published
 
 PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
 
 LAYERS = [  # a file may import only from its own entry and later entries
-    "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
+    "__main__", "cli", "lab", "hub", "bench", "runs", "models", "weights", "hub_client", "diagnostics", "convert",
     "arguments", "skips", "model_sites", "blocks", "routing", "connections", "masks", "functional", "update",
     "_bytecode", "_compat", "_checks", "_yaml", "_images", "_text",
 ]
@@ -62,6 +65,20 @@ def test_the_labs_folders_import_only_from_below():
             if isinstance(node, ast.ImportFrom) and own != "__init__":
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 assert all(layers.index(name) >= rank for name in names[:2] if name in layers), f"{path}, {node.lineno}"
+
+
+LAB_FILES = {  # also the ending of a run's folder
+    LOG, PLAN, RESULT, SESSIONS, STUDY, SWITCHED, published.STUDY, "probe.jsonl", "records.jsonl", "results.json",
+    "report.html", "report.md", "features.npy", "history.csv.gz", "probe.csv.gz", "records.csv.gz", "-seed"}
+
+
+def test_only_the_lab_names_its_files():
+    """Other modules read `card.json` and timm's files. The command line's help names some of the lab's files."""
+    named = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in LAB_FILES))
+    found = {path.relative_to(PACKAGE).parts: named.findall(path.read_text(encoding="utf-8"))
+             for path in PACKAGE.rglob("*.py")}
+    assert {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py")} == set()
+    assert set(found["lab", "folder.py"]) >= {LOG, PLAN, RESULT, SESSIONS}
 
 
 def _within_the_package(node, parts):

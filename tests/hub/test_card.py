@@ -18,7 +18,10 @@ from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.hub.trained_run import CheckpointRun, comparison_rows
+from timm_ortho.lab import commands
+from timm_ortho.lab.folder import card_values
+from timm_ortho.runs.card_values import CardValues
+from timm_ortho.runs.trained_run import CheckpointRun
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
@@ -75,15 +78,15 @@ def test_metadata_is_the_run_with_its_spread(grid):
             pytest.approx(fmean(top1.values()), abs=1e-4),
             {"std": pytest.approx(stdev(top1.values()), abs=1e-4), "seeds": [0, 1, 2]}),
     }
-    assert run.peers == top1
+    assert run.card.top1 == top1
 
 
 def test_every_metric_comes_from_the_files(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = section(model_card(SUBJECT, run), "Results")
-    rows = comparison_rows(json.loads((grid / "results.json").read_text()))
-    known = {f"{value:.2f}" for value in [*run.peers.values(), run.top1_mean, run.top1_std]}
-    known |= {f"{row[key]:.2f}" for row in rows for key in ("top1_mean", "top1_std")}
+    rows = [row for row in read(grid / "results.json")["summary"] if row["measure"] == "top1"]
+    known = {f"{value:.2f}" for value in [*run.card.top1.values(), run.top1_mean, run.top1_std]}
+    known |= {f"{row[key]:.2f}" for row in rows for key in ("mean", "std")}
     difference = rows[1]["difference"]
     low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
     known |= {f"{value:+.2f}".lstrip("+-") for value in (difference["mean"], low, high)}
@@ -107,18 +110,17 @@ def test_a_card_follows_its_files(copied, file, key, name):
         write_rows(path.parent, values)
     else:
         path.write_text(json.dumps(values[0]))
+        commands.report_on([copied])
     after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
     assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
 
 
-def test_runs_with_different_settings_and_unfinished_runs_are_not_peers(copied):
-    file = copied / "feature-seed1" / "run.yaml"
-    plan = yaml.safe_load(file.read_text())
-    plan["stages"][0]["options"]["lr"] = 0.5
-    file.write_text(yaml.safe_dump(plan))
-    (copied / "feature-seed2" / "result.json").unlink()
+def test_unfinished_runs_have_no_numbers_on_the_card(copied):
+    for seed in (1, 2):
+        (copied / f"feature-seed{seed}" / "result.json").unlink()
+    commands.report_on([copied])
     run = CheckpointRun(copied / "feature-seed0")
-    assert list(run.peers) == [0]
+    assert list(run.card.top1) == [0]
     assert "One seed: the variance over seeds is unknown" in section(model_card(SUBJECT, run), "Limits")
     assert list(figures(model_card(SUBJECT, run))) == ["top-1 of these weights, %", "top-5 of these weights, %"]
 
@@ -175,7 +177,7 @@ def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):
 
 def test_a_run_of_timms_script(tmp_path):
     run = CheckpointRun(timm_run(tmp_path / "run"))
-    assert (run.epoch, run.options["num_classes"], run.result, run.peers) == (2, 7, {}, {})
+    assert (run.epoch, run.options["num_classes"], run.card) == (2, 7, CardValues())
     assert figures(model_card(SUBJECT, run)) == {
         "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
     data = ModelCard(str(model_card(SUBJECT, run))).data
@@ -249,8 +251,7 @@ def test_a_limited_number_of_images_is_stated(copied):
     options = yaml.safe_load((folder / "args.yaml").read_text())
     options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
     (folder / "args.yaml").write_text(yaml.safe_dump(options))
-    study = {"study": {"data": {"validation_split": "test"}}}  # the images' subfolder, see Source.validation_name
-    (copied / "study.yaml").write_text(yaml.safe_dump(study))
+    (folder / "card.json").write_text(json.dumps({**read(folder / "card.json"), "split": "test"}))
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert "trained on 64 images of the image folder 'cifar10'" in str(card)
     assert "| on 32 images of the image folder 'cifar10', split test" in section(card, "Results")
@@ -266,11 +267,12 @@ def test_made_with_has_no_empty_values_and_no_host(tmp_path):
                    "--option class_map=/home/me/a.txt -b 16 --model-kwargs depth=2 out/here", "continued": []}
     command = ("`timm-ortho compare --data-dir cifar10 --output=out --option class_map=a.txt -b 16 --model-kwargs "
                "depth=2 out/here`")
-    made = cards.made_with({"made_with": session, "device": "cpu"})
+    made = cards.made_with(card_values({"made_with": session, "device": "cpu"}).made_with)
     assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
-    again = cards.made_with({"made_with": {**session, "job": "12", "continued": [session, session]}})
+    continued = {**session, "job": "12", "continued": [session, session]}
+    again = cards.made_with(card_values({"made_with": continued}).made_with)
     assert again == f"torch 2, cpu EPYC, command {command}, continued 2 times"
-    module = cards.made_with({"made_with": {"command": "/home/me/timm_ortho/__main__.py study run x"}})
+    module = cards.made_with({"command": "/home/me/timm_ortho/__main__.py study run x"})
     assert module == "command `timm-ortho study run x`"
 
 

@@ -1,4 +1,5 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
+import json
 import shutil
 import sys
 from functools import partial
@@ -225,6 +226,8 @@ def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
     options = yaml.safe_load((folder / "args.yaml").read_text())
     options["model_kwargs"]["connection"] = "global"
     (folder / "switched" / "args.yaml").write_text(yaml.safe_dump(options))
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**card, "stage": "switched"}))
     for weights, connection in ((folder, "global"), (folder / "last.pth.tar", "linear")):
         hub.export(weights, tmp_path / "out", "me/model")
         assert config(tmp_path / "out")["model_args"]["connection"] == connection

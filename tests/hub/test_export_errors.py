@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from helpers.exported import tiny
+from helpers.tiny_study import one_run
 from helpers.trained_runs import timm_run
 
 import timm_ortho
@@ -78,18 +79,15 @@ def test_other_wrong_arguments(tmp_path):
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
     averaged = message(tmp_path / "averaged.pth", tmp_path / "out")
     assert "has no 'state_dict'; build the model, load the weights and pass the model to timm_ortho.hub" in averaged
-    (tmp_path / "begun" / "switched").mkdir(parents=True)
-    for name in ("run.yaml", "switched/args.yaml"):
-        (tmp_path / "begun" / name).touch()
-    assert "begun is not finished: repeat the command that started it" in message(
-        tmp_path / "begun", tmp_path / "out")
+    begun = one_run(tmp_path / "study")
+    assert f"the run in {begun} is not finished: repeat the command that started it" == message(begun, tmp_path / "out")
     thesis = tmp_path / "full" / "thesis.tex"
     assert f"{thesis} is a file: choose another folder" in message(tiny(), thesis)
     assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 
-@pytest.mark.parametrize("publish", [hub.export, lambda model, folder, repo_id: hub.push(model, repo_id, token="hf_x")])
-@pytest.mark.parametrize("limit", [100, 20_000])
+@pytest.mark.parametrize(("publish", "limit"), [
+    (hub.export, 100), (lambda model, folder, repo_id: hub.push(model, repo_id, token="hf_x"), 20_000)])
 def test_a_full_disk(tmp_path, monkeypatch, publish, limit):
     """Files larger than a limit cannot be written, as on a full disk."""
     monkeypatch.setattr("timm_ortho.hub.pushing._existing", lambda *_: None)

@@ -1,5 +1,4 @@
 """Launching runs: parallel, killed, failing and interrupted runs, collected results, and tasks of Slurm."""
-import errno
 import io
 import json
 import os
@@ -50,7 +49,7 @@ def tiny(tmp_path_factory):
 
 
 def finished(output):
-    (_, runs, unfinished), = collect.collect([output])
+    (_, runs, unfinished), = collect.collect([output]).values()
     return [(item["cell"], item["connection"], item["seed"]) for item in runs], unfinished
 
 
@@ -95,7 +94,7 @@ def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
 
 def test_collected_results(tiny):
     _, output = tiny
-    (about, runs, unfinished), = collect.collect([output])
+    (about, runs, unfinished), = collect.collect([output]).values()
     assert (unfinished, about["axes"], about["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
     assert [(item["cell"]["lr"], item["connection"]) for item in runs] == [
         (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]
@@ -494,33 +493,6 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
         launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
     assert launch._slots(named, 2) == [{}, {}]
-
-
-@pytest.mark.parametrize(("free", "reason"), [(4096, ", the disk is full"), (2**30, "")])
-def test_a_full_disk_is_reported(tmp_path, monkeypatch, free, reason):
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    progress = launch._Progress(tmp_path, {})
-    progress.fail("a", "its process ended with exit status 1")
-    assert progress.failed == {"a": f"its process ended with exit status 1{reason}, see {tmp_path / 'a' / LOG}"}
-
-
-def test_a_full_disk_at_the_report_is_a_one_line_error(tmp_path, monkeypatch, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "report.html"))
-
-    monkeypatch.setattr(study, "report_on", full)
-    assert cli.main(["study", "report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"timm-ortho: error: [Errno 28] No space left on device: '{tmp_path / 'report.html'}'"]
-
-
-def test_a_broken_pipe_is_not_reported_as_an_error_of_the_folder(tmp_path, monkeypatch):
-    def closed(*_, **__):
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    monkeypatch.setattr(study, "report_on", closed)
-    with pytest.raises(BrokenPipeError), cli._lab("study"):
-        study.report_on([tmp_path])
 
 
 def test_progress_of_a_result_without_accuracy(tmp_path, capsys):

@@ -67,7 +67,7 @@ def two_by_two(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_connections_and_two_seeds(two_by_two):
-    (about, runs, unfinished), = collect.collect([two_by_two])
+    (about, runs, unfinished), = collect.collect([two_by_two]).values()
     assert unfinished == []
     assert [(item["connection"], item["seed"], item["top1"]) for item in runs] == [
         ("linear", 0, 20), ("feature", 0, 20), ("linear", 1, 21), ("feature", 1, 21)]
@@ -123,7 +123,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     """
     hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
                       amp_dtype="float16", resume="last.pth.tar", num_classes=None, in_chans=None)
-    (about, runs, left), = collect.collect([unfinished, hand])
+    (about, runs, left), = collect.collect([unfinished, hand]).values()
     assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
     assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
         ("linear", 0, 20, "train.py"), ("feature", 7, 41, "train.py")]
@@ -149,7 +149,7 @@ def test_epochs_without_validation(unfinished, tmp_path):
     (folder / "result.json").unlink()
     assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
     assert [by_its_script(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
-    (_, runs, _), = collect.collect([unfinished, hand])
+    (_, runs, _), = collect.collect([unfinished, hand]).values()
     assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
 
 

@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import resource
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -30,13 +31,13 @@ from helpers.tiny_study import (
 )
 from PIL import Image
 
-from timm_ortho.hub.trained_run import CheckpointRun
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.lab.options import DEVICE_OPTIONS, known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.runs.folders import read_history
+from timm_ortho.runs.trained_run import CheckpointRun
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)
@@ -75,7 +76,7 @@ def test_files(study):
         folder = study / name
         assert {path.name for path in folder.iterdir()} - {".lock"} == {
             "run.yaml", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
-            "sessions.json", "result.json", "features.npy"}
+            "sessions.json", "result.json", "card.json", "features.npy"}
         header, *rows = (folder / "summary.csv").read_text().splitlines()
         assert header.split(",") == [
             "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),
@@ -290,21 +291,17 @@ def test_a_file_with_lost_rows_is_refused(tmp_path, monkeypatch, capsys, left):
         f"timm-ortho: {folder / 'summary.csv'} has lost rows: remove {folder} to train the run again\n")
 
 
-NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-TORCHS_ERROR = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
-
-
-@pytest.mark.parametrize(("file", "error"), [
-    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_ERROR), ("summary.csv", NO_SPACE), ("result.json", NO_SPACE)])
-def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, file, error):
+@pytest.mark.parametrize("file", ["last.pth.tar", "summary.csv", "result.json"])
+def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, file):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
     with monkeypatch.context() as context:
-        fill_disk(context, file, error)
+        fill_disk(context, file)
         assert run.main([str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"timm-ortho: {folder / file} cannot be written (")
-    assert line.endswith(f"{error.args[-1]}): free disk space or correct the permissions, and repeat the command")
+    reason = "File too large" if file == "last.pth.tar" else "No space left on device"
+    assert line == (f"timm-ortho: {folder / file} cannot be written ({reason}): free disk space or correct the "
+                    "permissions, and repeat the command")
     assert not list(folder.glob(".*partial"))
     run.run(folder)
     assert_same_run(folder, whole)
@@ -324,15 +321,20 @@ def test_peak_memory_without_the_module_resource(monkeypatch):
     assert train._peak_memory(torch.device("cpu")) is None
 
 
-def fill_disk(context, file, error):
-    """Make writing ``file`` fail with ``error``."""
+def fill_disk(context, file):
+    """Make writing ``file`` fail. torch.save fails at a limit of the size, whose error is not that of a full disk."""
     def full(*_, **__):
-        raise error
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if file == "last.pth.tar":
-        def save(_, path):
-            Path(path).write_bytes(b"half")
-            full()
+        original, before = torch.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def save(*arguments):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+            try:
+                original(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
         context.setattr("timm_ortho.lab.running.loop.torch.save", save)
     elif file == "summary.csv":
@@ -343,25 +345,11 @@ def fill_disk(context, file, error):
             f"/proc/self/fd/{descriptor}") else original(descriptor))
 
 
-def test_an_open_partial_file_is_emptied(tmp_path):
-    """After an error, torch's writer holds the partial file open, so deleting the file alone frees no disk space."""
-    def write():
-        with whole_file(tmp_path / "a") as partial:
-            held.write(b"x" * 100_000)
-            assert partial.stat().st_size == 100_000
-            raise NO_SPACE
-
-    with open(tmp_path / ".a.partial", "wb", buffering=0) as held:
-        with pytest.raises(LabError, match=r"a cannot be written \(No space left"):
-            write()
-        assert (os.fstat(held.fileno()).st_size, list(tmp_path.iterdir())) == (0, [])
-
-
 def test_two_processes_can_write_the_same_file(tmp_path):
     path = tmp_path / "study.yaml"
     with whole_file(path, ".1") as first, whole_file(path, ".2") as second:
-        first.write_text("one")
-        second.write_text("two")
+        first.write(b"one")
+        second.write(b"two")
     assert path.read_text() == "one"
     assert [item.name for item in tmp_path.iterdir()] == ["study.yaml"]
 

@@ -18,9 +18,8 @@ from .._text import finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS
 from ..models.build import IMPORT_TAG
-from ..runs.provenance import PRIVATE
+from ..runs.trained_run import Run
 from ..skips import SKIPS
-from .trained_run import Run
 
 CURVE = "training.png"
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -123,13 +122,13 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         split=run.split if run else "",
         metrics=list(_metrics(run)) if run else [],
         result_notes=_result_notes(run),
-        comparison=[_compared(row) for row in run.comparison] if run else [],
+        comparison=[_compared(row) for row in run.card.comparison] if run else [],
         comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
         comparison_note=f"Runs of the same seed have the same initial weights and batches. {_PAIRS}",
         curve=curve,
         recipe=list(_recipe(without_folders(run.options))) if run else [],
         options=_yaml(run.options) if run else "",
-        made_with=made_with(run.result) if run else "",
+        made_with=made_with(run.card.made_with) if run else "",
         limits=[*subject.limits, *_limits(subject, run)],
         citation="\n\n".join(_citations(subject)),
     )
@@ -199,7 +198,7 @@ def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
             yield result(name, run.evaluated[key])
     if run.top1_std is not None:
         yield result("top-1 after the last epoch, mean over seeds, %", run.top1_mean,
-                     {"std": round(run.top1_std, 4), "seeds": list(run.peers)})
+                     {"std": round(run.top1_std, 4), "seeds": list(run.card.top1)})
 
 
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
@@ -228,7 +227,7 @@ def _known_folder(name: str, labels: Sequence[str]) -> Optional[str]:
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:
     """Return the title of the data set. If the option `key` limits how many images are used, the number precedes it."""
     title = _dataset(subject, run)[0]
-    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # train.py may use all images
+    applies = run and run.card.trainer != "train.py"  # train.py may use all images
     return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
 
 
@@ -271,10 +270,10 @@ def _metrics(run: Run) -> Iterator[tuple[str, str]]:
             yield name, f"{row[key]:.2f}"
     if finite(row.get("eval_loss")):
         yield "loss of these weights", f"{row['eval_loss']:.4f}"
-    if run.peers:
+    if run.card.top1:
         spread = f" ± {run.top1_std:.2f}" if run.top1_std is not None else ""
         yield "top-1 after the last epoch, % (mean ± standard deviation over seeds)", f"{run.top1_mean:.2f}{spread}"
-        by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.peers.items())
+        by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.card.top1.items())
         yield "top-1 after the last epoch, % (by seed)", by_seed
 
 
@@ -301,7 +300,7 @@ _PAIRS = ("Differences are means over pairs of runs with the same seed, with Stu
 
 
 def _baseline(run: Optional[Run]) -> str:
-    return run.comparison[0]["baseline"] if run and run.comparison else ""
+    return run.card.comparison[0]["baseline"] if run and run.card.comparison else ""
 
 
 def _compared(row: Mapping[str, Any]) -> list[str]:
@@ -334,16 +333,10 @@ def _yaml(options: Mapping[str, Any]) -> str:
     return dump_yaml(plain, default_flow_style=None, width=100).strip()
 
 
-def made_with(result: Mapping[str, Any]) -> str:
-    """Return versions, machine, command, commit and device from a run's `result.json` as one line of text."""
-    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
-    commit, sessions = made.pop("commit", None), made.pop("continued", None)
-    if made.get("command"):
-        made["command"] = f"`{_shared_command(made['command'])}`"
-    if sessions:  # show only the count: each session has its own host, process and command
-        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
-    shown = {**made, "commit": commit, "device": result.get("device")}
-    return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
+def made_with(made: Mapping[str, str]) -> str:
+    """Return versions, machine, command, commit and device as one line of text."""
+    shown = {**made, "command": f"`{_shared_command(made['command'])}`"} if "command" in made else made
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 # The folders of an absolute path inside a text, as in "{file: /home/me/run.pth}". Paths of URLs do not match.
@@ -381,11 +374,11 @@ def _limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
                "cameras or classes.")
-    if run is not None and len(run.peers) < 2:
+    if run is not None and len(run.card.top1) < 2:
         yield "One seed: the variance over seeds is unknown, so differences to other models cannot be assessed."
-    if run is not None and 1 < len(run.peers) < 5:
-        yield f"{len(run.peers)} seeds: the standard deviation is itself uncertain."
-    if run is not None and any(row["difference"] for row in run.comparison):
+    if run is not None and 1 < len(run.card.top1) < 5:
+        yield f"{len(run.card.top1)} seeds: the standard deviation is itself uncertain."
+    if run is not None and any(row["difference"] for row in run.card.comparison):
         yield "The comparison applies only to this data set, model size and length of training."
     yield "Robustness, calibration and fairness were not measured."
 

@@ -31,7 +31,6 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .._compat import current_arguments
-from .._images import data_config
 from .._text import error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
@@ -40,11 +39,11 @@ from ..hub_client.errors import check_client, check_repo_id, without_tokens
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
 from ..models.variant_arguments import is_variant_argument, variant_argument
-from ..runs.folders import check_options, class_names
+from ..runs.folders import class_names
+from ..runs.trained_run import CheckpointRun, Run, RunError, image_config, run_model
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
 from .errors import PublishError
-from .trained_run import CheckpointRun, Run
 
 Model = Union[nn.Module, str, Path]
 
@@ -138,8 +137,11 @@ class Publication:
         check_repo_id(repo_id, PublishError)
         check_client(PublishError)
         if not isinstance(model, nn.Module):
-            run = CheckpointRun(Path(model), ema)
-            trained = run_model(run)
+            try:
+                run = CheckpointRun(Path(model), ema)
+                trained = run_model(run)
+            except RunError as error:
+                raise PublishError(str(error)) from None
             is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
             return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
         if ema:
@@ -247,44 +249,6 @@ def _detached(model: nn.Module) -> nn.Module:
     return copy
 
 
-def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
-    """Build a run's model as timm's train.py does, and load the run's weights.
-
-    Args:
-        run: A run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`.
-        name: Another model for these weights, such as a variant with another connection.
-        overrides: Arguments of the model that replace the run's arguments.
-
-    Raises:
-        PublishError: The weights do not fit the model, or the options could run code, see
-            :func:`timm_ortho.runs.folders.check_options`.
-    """
-    options = run.options
-    check_options(options, PublishError, str(run.path.parent))
-    kwargs = dict(options.get("model_kwargs") or {})
-    name = name or options["model"]
-    if name != options["model"] or any(map(is_variant_argument, overrides)):
-        kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
-    kwargs.update(overrides)
-    size = options.get("input_size")
-    try:
-        model = timm.create_model(
-            name,
-            in_chans=options.get("in_chans") or (size[0] if size else 3),
-            num_classes=options.get("num_classes"),
-            global_pool=options.get("gp"),
-            bn_momentum=options.get("bn_momentum"),
-            bn_eps=options.get("bn_eps"),
-            pretrained=False, checkpoint_path=None,  # weights come from the run only; in kwargs these are a TypeError
-            **kwargs,
-        )
-        model.load_state_dict(run.state_dict)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
-                           f"{error_text(error)}") from None
-    return model.eval()
-
-
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     """Return the arguments with which a variant has the connections of a model; empty without connections."""
     try:
@@ -345,18 +309,6 @@ def _pretrained_cfg(
     return {**cfg, "license": license} if license else cfg
 
 
-_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-
-
-def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image preprocessing that a run's options set, completed from the model's configuration."""
-    config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
-    channels, *size = config["input_size"]
-    if model.pretrained_cfg.get("fixed_input_size"):
-        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
-    return {**config, "input_size": (channels, *size)}
-
-
 def _labels(model: nn.Module, run: Optional[Run], requested: Optional[Sequence[str]]) -> Optional[list[str]]:
     if requested is not None:
         if len(requested) != model.num_classes:
@@ -364,7 +316,7 @@ def _labels(model: nn.Module, run: Optional[Run], requested: Optional[Sequence[s
                                "class, in the order of the classifier's outputs")
         return list(requested)
     if run is not None:
-        names = run.result.get("labels") or _labels_of_data(run.options)
+        names = run.card.labels or _labels_of_data(run.options)
     else:
         names = model.pretrained_cfg.get("label_names")
     return list(names) if names and len(names) == model.num_classes else None

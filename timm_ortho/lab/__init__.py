@@ -19,7 +19,7 @@ import os
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, BinaryIO, Iterable, Iterator
 
 from .._text import did_you_mean, error_text, without_nan
 from .._yaml import YAMLError, load_yaml
@@ -96,14 +96,16 @@ def writing(path: Path) -> Iterator[None]:
     """Raise an error of the block, which writes a file, as a LabError in one line."""
     try:
         yield
-    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # torch.save raises RuntimeError on a full disk
-        raise LabError(f"{path} cannot be written ({one_line(error)}): free disk space or correct the permissions, and "
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        # on a full disk, torch.save raises a RuntimeError while it handles the OSError
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise LabError(f"{path} cannot be written ({one_line(cause)}): free disk space or correct the permissions, and "
                        "repeat the command") from None
 
 
 @contextmanager
-def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a temporary path, and rename its file to `path` at the end. The file at `path` is never incomplete.
+def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
+    """Open a temporary file, and rename it to `path` at the end. The file at `path` is never incomplete.
 
     Args:
         path: The final path.
@@ -115,19 +117,18 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
     partial = path.with_name(f".{path.name}{writer}.partial")
     with writing(path):
         try:
-            yield partial
+            with open(partial, "wb") as file:
+                yield file
         except BaseException:
-            if partial.exists():
-                os.truncate(partial, 0)  # frees the space even if torch's writer still has the file open
-                partial.unlink()
+            partial.unlink(missing_ok=True)
             raise
         os.replace(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, which replaces an existing file in one step."""
-    with whole_file(path, f".{os.getpid()}") as partial, open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
+    with whole_file(path, f".{os.getpid()}") as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -15,9 +15,9 @@ from .costs import report as cost_report
 from .costs.report import cost
 from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
-from .planning.plan import StudyPlan, places_of, plan
+from .planning.plan import STUDY, StudyPlan, places_of, plan
 from .planning.request import Request
-from .reporting import report
+from .reporting import cards, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
 from .running import launch
@@ -181,6 +181,8 @@ def _threads_for(run_plan: RunPlan) -> int:
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:
     """Write the report of all finished runs, and return its main table as text.
 
+    A report in the output folder of a study also updates the `card.json` of the runs in this folder.
+
     Args:
         folders: Output folders of studies, folders of published studies, and folders of runs. Alternatively, one
             `results.json` file, whose report is written again.
@@ -192,7 +194,11 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
         text = rewrite(json.loads(folders[0].read_text(encoding="utf-8")), output)
     else:
         output = output or folders[0]
-        text = _report(collect(folders), output)
+        parts = collect(folders)
+        text = _report(list(parts.values()), output)
+        for folder, (study, runs, *_) in parts.items():
+            if (folder / STUDY).is_file() and folder.resolve() == output.resolve():  # other folders may be read-only
+                cards.write(folder, study, runs)
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text

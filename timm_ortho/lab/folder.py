@@ -12,12 +12,13 @@ The run's folder has these files:
 | `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
 | `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
+| `card.json` | planning, `running.run`, `reporting.cards` | values of the run's model card, see `runs.card_values` |
 | `log.txt` | the launcher | the output of the run's process |
 
 The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.
 
-A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv` and
-`last.pth.tar` are in `switched/`.
+A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv`,
+`last.pth.tar` and `card.json` are in `switched/`.
 """
 import json
 from argparse import Namespace
@@ -29,10 +30,12 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import without_nan
+from .._text import finite, without_nan
 from .._yaml import YAMLError, dump_yaml, load_yaml
+from ..runs.card_values import CARD, CardValues
 from ..runs.folders import json_lines, read_history
-from . import LabError, one_line, write_text, writing
+from ..runs.provenance import PRIVATE
+from . import LabError, one_line, write_json, write_text, writing
 
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
@@ -135,16 +138,30 @@ class RunPlan:
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
-        """Create the folder, with `run.yaml` and the `args.yaml` of each stage."""
+        """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
+        if not (folder / CARD).is_file():
+            self.write_card(folder)
 
     def write_options(self, folder: Path) -> None:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
             write_text(folder / stage.folder / "args.yaml", dump_yaml(_plain(dict(stage.options))))
+
+    def write_card(self, folder: Path, result: Optional[Mapping[str, Any]] = None, **of_study: Any) -> None:
+        """Write the `card.json` of each stage, which refers to the last stage.
+
+        Args:
+            folder: The folder of the run.
+            result, of_study: See `card_values`. None for an unfinished run.
+        """
+        card = CardValues(finished=False) if result is None else card_values(result, **of_study)
+        for stage in self.stages:
+            last = "." if stage is self.stages[-1] else self.stages[-1].folder
+            write_json(folder / stage.folder / CARD, asdict(replace(card, stage=last)))
 
     @classmethod
     def read(cls, folder: Path) -> "RunPlan":
@@ -159,6 +176,24 @@ class RunPlan:
         if outside:
             raise LabError(f"{folder / PLAN} has a stage in another folder, '{outside[0]}': remove {folder}")
         return plan
+
+
+def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
+    """Return the values of a run's model card.
+
+    Args:
+        result: The contents of the run's `result.json`.
+        of_study: The values that need the other runs of the study: `top1`, `split` and `comparison`.
+    """
+    top1 = {result["seed"]: result["top1"]} if finite(result.get("top1")) else {}
+    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
+    commit, sessions = made.pop("commit", None), made.pop("continued", None)
+    if sessions:  # only the count: each session has its own host, process and command
+        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
+    made.update(commit=commit, device=result.get("device"))
+    return CardValues(**{
+        "trainer": result.get("trainer", "train.py"), "labels": result.get("labels") or (), "top1": top1,
+        "made_with": {key: value for key, value in made.items() if value}, **of_study})
 
 
 def _plain(value: Any) -> Any:

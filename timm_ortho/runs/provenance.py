@@ -12,7 +12,7 @@ import torch
 
 from ..update import backend
 
-PRIVATE = frozenset({"host", "pid", "job"})  # keys of `made_with` in result.json that cards and published numbers omit
+PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
 
 
 def made_with() -> dict[str, str]:

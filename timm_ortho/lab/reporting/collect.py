@@ -20,8 +20,8 @@ _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused")
 Part = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
 
-def collect(folders: Sequence[Path]) -> list[Part]:
-    """Return the studies and runs in folders.
+def collect(folders: Sequence[Path]) -> dict[Path, Part]:
+    """Return the studies and their runs, by the folder of the study.
 
     Args:
         folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
@@ -33,12 +33,13 @@ def collect(folders: Sequence[Path]) -> list[Part]:
             user's run, or two runs have the same cell, connection and seed.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
-    parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
+    parts = {folder: (study, runs, [], recorded)
+             for folder, (study, runs, recorded) in zip(finished, map(published.read, finished), strict=True)}
     rest = [folder for folder in folders if folder not in finished]
-    return [*parts, *_of_outputs(rest)] if rest else parts
+    return {**parts, **_of_outputs(rest)} if rest else parts
 
 
-def _of_outputs(folders: Sequence[Path]) -> list[Part]:
+def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
     plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises a LabError
@@ -51,7 +52,7 @@ def _of_outputs(folders: Sequence[Path]) -> list[Part]:
                            f"'{study['name']}': leave one of the two out, or train it with another --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
-    return parts
+    return {folder: part for (folder, _), part in zip(plans, parts, strict=True)}
 
 
 def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:

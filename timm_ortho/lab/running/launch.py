@@ -6,7 +6,6 @@ skipped, and unfinished runs continue.
 """
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +40,6 @@ from ..folder import (
 from . import run as run_module
 from .timm_script import die_with_parent
 
-_NO_ROOM = 2**16  # with fewer free bytes than this, a failed run's disk is reported as full
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines of progress, if the output is not a terminal
 ATTEMPTS = 3  # a run is started at most this many times, if its process dies
 _SECONDS_TO_PREEMPT = 300  # after a signal ended its training, a job stays alive this long for submitit to requeue it
@@ -79,8 +77,6 @@ class _Progress:
 
     def fail(self, name: str, reason: str, pid: Optional[int] = None) -> None:
         """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`."""
-        if shutil.disk_usage(self.root).free < _NO_ROOM:
-            reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")

@@ -21,7 +21,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import torch
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import create_model, model_parameters
+from timm.models import model_parameters
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
@@ -32,6 +32,7 @@ from ..._text import error_text
 from ...diagnostics import record, record_dynamics
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
+from ...runs.trained_run import create_model
 from ...weights.files import load_checkpoint, load_weights
 from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
@@ -48,13 +49,8 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
     """
     random_seed(options.seed)
     model = create_model(
-        options.model,
-        pretrained=options.pretrained,
-        in_chans=in_chans,
-        num_classes=num_classes,
+        {**vars(options), "in_chans": in_chans, "num_classes": num_classes},
         drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
-        global_pool=options.gp, bn_momentum=options.bn_momentum, bn_eps=options.bn_eps,
-        checkpoint_path=None,  # timm before 1.0.26 would run code in the file
         **options.model_kwargs,
     )
     if options.initial_checkpoint:
@@ -239,8 +235,8 @@ class Training:
             "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
                         for path in map(self.folder.joinpath, self.growing) if path.exists()},
             **{name: part.state_dict() for name, part in self._parts().items()}}
-        with whole_file(self.checkpoint) as partial:
-            torch.save(checkpoint, partial)
+        with whole_file(self.checkpoint) as file:
+            torch.save(checkpoint, file)
 
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the last checkpoint of the first stage.

@@ -26,13 +26,14 @@ from ...model_sites import sites
 from ...models.names import is_variant
 from ...runs.folders import check_options, import_modules
 from ...runs.provenance import device_name, made_on
+from ...runs.trained_run import create_model
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line, write_json
 from ..data import Source, loaders, open_source
 from ..folder import LOG, PLAN, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
 from . import timm_script
 from .features import measure_features
-from .loop import Training, build_model
+from .loop import Training
 
 REFUSED = 2  # exit status after a LabError other than Died: the launcher does not start the run again
 
@@ -93,6 +94,7 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
             result = _train(plan, folder)
             sessions[-1]["end"] = _now()
             result["made_with"] = {**sessions[0], "end": sessions[-1]["end"], "continued": sessions[1:]}
+            plan.write_card(folder, result)
             write_json(folder / RESULT, result)
         except BaseException as error:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
@@ -193,8 +195,8 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     if done < plan.epochs or all(row["eval_top1"] is None for row in rows):
         raise LabError(f"{folder} has {done} of {plan.epochs} epochs after its training ended: see {LOG}")
     checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
-    options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
-    model = build_model(options, options.num_classes, options.in_chans or 3)
+    options = checkpoint["args"]
+    model = create_model({**vars(options), "pretrained": False}, **options.model_kwargs)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
     speeds, memory, seconds = (
         [row[key] for row in rows if row.get(key)]  # train.py writes no such columns

@@ -1,0 +1,174 @@
+"""Test reading training runs from their folders."""
+import json
+import math
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.pickles import never_unpickled
+from helpers.tiny_study import compared, planned, read, request, switching, trained, written
+from helpers.trained_runs import lab_grid, timm_run
+
+from timm_ortho import cli
+from timm_ortho.lab import commands as study
+from timm_ortho.runs.folders import class_names, read_history
+from timm_ortho.runs.trained_run import CheckpointRun, RunError
+from timm_ortho.weights.files import load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return lab_grid(tmp_path_factory.mktemp("grid") / "compared", seeds=2)
+
+
+@pytest.fixture
+def copied(grid, tmp_path):
+    return shutil.copytree(grid, tmp_path / "compared")
+
+
+@pytest.mark.parametrize("allowed", [[], [Namespace]])
+@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
+def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
+    """torch's list of classes that checkpoints may contain (safe globals) stays the same."""
+    folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        assert read(folder) is not None
+        assert torch.serialization.get_safe_globals() == allowed
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_the_last_row_of_an_epoch_is_used(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    rows = (folder / "summary.csv").read_text().splitlines()
+    (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
+    run = CheckpointRun(folder)
+    assert [row["epoch"] for row in run.history] == [0, 1, 2]
+    assert run.evaluated["eval_top1"] == 31.5
+
+
+def test_class_names():
+    torchvisions = SimpleNamespace(classes=["cat", "dog"])
+    timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
+    for dataset in (torchvisions, timms, SimpleNamespace(dataset=timms)):
+        assert class_names(dataset) == ["cat", "dog"]
+    assert class_names(object()) is None
+
+
+def test_wrong_paths(grid, copied, tmp_path):
+    def message(path, *args):
+        with pytest.raises(RunError) as error:
+            CheckpointRun(path, *args)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
+    assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
+    assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
+    assert "has no EMA weights: use its plain weights" in message(grid / "feature-seed0", True)
+    change_card(copied / "feature-seed1", finished=False)
+    assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
+    (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")
+    assert "cannot be read as a checkpoint" in message(copied / "feature-seed0")
+    bare = timm_run(tmp_path / "run")
+    (bare / "args.yaml").write_text(":")
+    assert "args.yaml cannot be read" in message(bare)
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    with never_unpickled(tmp_path / "evil.pth.tar") as path, pytest.raises(RunError, match="cannot be read as a"):
+        CheckpointRun(Path(path))
+
+
+def test_weights_without_arguments(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
+    with pytest.raises(RunError, match=r"the model of .* is unknown: .*; build the model"):
+        CheckpointRun(tmp_path / "bare.pth.tar")
+    torch.save([1], tmp_path / "list.pth.tar")
+    with pytest.raises(RunError, match="has no 'state_dict'"):
+        CheckpointRun(tmp_path / "list.pth.tar")
+
+
+def test_a_second_training_in_the_same_folder(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=4)
+    with open(folder / "summary.csv", "a", encoding="utf-8") as file:
+        file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,1,1,5,9,0.1\n1,1,1,6,9,0.1\n")
+    rows = read_history(folder)
+    assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+
+
+def change_card(folder, **changes):
+    values = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**values, **changes}))
+
+
+@pytest.mark.parametrize("optimizer", [None, "kept"])
+def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
+    """The numbers of other seeds are there after the report. A switched run has them for both of its folders."""
+    if optimizer is None:
+        asked = compared(tmp_path / "out", ["feature"], seeds=2)
+    else:
+        asked = request(written(tmp_path, **switching(optimizer)), tmp_path / "out", seeds=2)
+    output = trained(asked)
+    folders = [output / name for name in planned(asked).runs]  # planning again keeps the cards
+    top1 = {seed: read(folder / "result.json")["top1"] for seed, folder in enumerate(folders)}
+    stages = [".", "switched"] if optimizer else ["."]
+    for seed, folder in enumerate(folders):
+        assert [CheckpointRun(folder / stage).card.top1 for stage in stages] == [{seed: top1[seed]}] * len(stages)
+    study.report_on([output])
+    for folder in folders:
+        for path in (folder, *(folder / stage / "last.pth.tar" for stage in stages)):
+            run = CheckpointRun(path)
+            assert run.card.top1 == top1
+            assert (run.card.trainer, run.card.split, len(run.card.labels)) == ("lab", "test", 10)
+        assert CheckpointRun(folder).path == folder / stages[-1] / "last.pth.tar"
+
+
+def test_a_report_elsewhere_writes_no_card(copied, tmp_path):
+    """The folders of a study may belong to another person."""
+    before = (copied / "feature-seed0" / "card.json").read_bytes()
+    (copied / "feature-seed1" / "result.json").unlink()
+    study.report_on([copied], tmp_path / "report")
+    assert (copied / "feature-seed0" / "card.json").read_bytes() == before
+    study.report_on([copied])
+    assert (copied / "feature-seed0" / "card.json").read_bytes() != before
+
+
+ROW = dict(connection="a", baseline="b", seeds=[0], top1_mean=1.0, top1_std=None, difference=None)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    (dict(stage="../feature-seed1"), "the stage '../feature-seed1' is not a folder in it"),
+    (dict(stage="/etc"), "the stage '/etc' is not a folder in it"),
+    (dict(stage=".."), "the stage '..' is not a folder in it"),
+    (dict(top1={"0": math.nan}), "nan is not finite"),
+    (dict(top1={"0": math.inf}), "inf is not finite"),
+    (dict(top1={"0": "high"}), "TypeError"),
+    (dict(top1=[1]), "AttributeError"),
+    (dict(labels=3), "TypeError"),
+    (dict(comparison=[{**ROW, "top1_mean": -math.inf}]), "-inf is not finite"),
+    (dict(comparison=[{**ROW, "difference": dict(mean=1.0, half_width=math.nan, pairs=2)}]), "nan is not finite"),
+    (dict(comparison=[{"connection": "a"}]), "KeyError: 'baseline'"),
+    (dict(split=2**20 * "a"), "it has more than 1,048,576 bytes"),
+])
+def test_values_of_another_person_are_checked(copied, capsys, changes, reason):
+    change_card(copied / "feature-seed0", **changes)
+    for command in (["show"], ["push", "--dry-run", "--output", str(copied / "out"), "me/x"]):
+        assert cli.main([command[0], str(copied / "feature-seed0"), *command[1:]]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"timm-ortho: error: {copied / 'feature-seed0' / 'card.json'} cannot be read (")
+        assert reason in line
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", 100_000 * "[", '{"top1": 1e999}', b"\xff"])
+def test_a_damaged_card(copied, content):
+    path = copied / "feature-seed0" / "card.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunError, match=r"card.json cannot be read \(\w+: .*remove it if timm-ortho did not write it"):
+        CheckpointRun(copied / "feature-seed0")

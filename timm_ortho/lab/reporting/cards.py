@@ -1,0 +1,40 @@
+"""Write the numbers of a study into the `card.json` of its runs, from which `timm-ortho push` makes model cards."""
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from ..._text import finite
+from ..folder import RESULT, RunPlan
+from ..planning.design import COMPARISON
+from ..planning.plan import read
+from . import tables
+from .layout import Run
+from .report import Part
+
+
+def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Run]) -> None:
+    """Write the `card.json` of each finished run in the output folder of a study.
+
+    Args:
+        folder: The output folder.
+        study, runs: See `report.write`.
+    """
+    compared = comparison(Part.of(study, runs, [], {}))
+    split = (study.get("data") or {}).get("validation_split")
+    for name, place in {place["run"]: place for place in read(folder)["places"]}.items():
+        of_cell = {run["seed"]: run for run in runs
+                   if (run["cell"], run["connection"]) == (place["cell"], place["connection"])}
+        run = of_cell.get(place["seed"])
+        if run is not None and (folder / name / RESULT).is_file():  # otherwise a run by hand, in another folder
+            top1 = {seed: other["top1"] for seed, other in sorted(of_cell.items()) if finite(other.get("top1"))}
+            plan = RunPlan.read(folder / name)
+            plan.write_card(folder / name, run, top1=top1, split=split, comparison=compared)
+
+
+def comparison(part: Part) -> list[dict[str, Any]]:
+    """Return the rows of the comparison on a model card; empty if the study is not `timm-ortho compare`."""
+    if part.study["name"] != COMPARISON:
+        return []
+    rows = [tables.plain(entry) for entry in part.entries if entry.measure == "top1" and entry.values]
+    return [{"connection": row["cell"]["connection"], "baseline": part.study["baseline"]["connection"],
+             "seeds": row["seeds"], "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
+            for row in rows]
