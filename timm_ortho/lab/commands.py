@@ -17,7 +17,7 @@ from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, places_of, plan
 from .planning.request import Request
-from .reporting import cards, report
+from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
 from .running import launch
@@ -198,7 +198,7 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
         text = _report(list(parts.values()), output)
         for folder, (study, runs, *_) in parts.items():
             if (folder / STUDY).is_file() and folder.resolve() == output.resolve():  # other folders may be read-only
-                cards.write(folder, study, runs)
+                card_file.write(folder, study, runs)
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text

@@ -20,10 +20,10 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Run]) -> None:
     """
     compared = comparison(Part.of(study, runs, [], {}))
     split = (study.get("data") or {}).get("validation_split")
-    for name, place in {place["run"]: place for place in read(folder)["places"]}.items():
+    for name, cell in {cell["run"]: cell for cell in read(folder)["places"]}.items():
         of_cell = {run["seed"]: run for run in runs
-                   if (run["cell"], run["connection"]) == (place["cell"], place["connection"])}
-        run = of_cell.get(place["seed"])
+                   if (run["cell"], run["connection"]) == (cell["cell"], cell["connection"])}
+        run = of_cell.get(cell["seed"])
         if run is not None and (folder / name / RESULT).is_file():  # otherwise a run by hand, in another folder
             top1 = {seed: other["top1"] for seed, other in sorted(of_cell.items()) if finite(other.get("top1"))}
             plan = RunPlan.read(folder / name)
