@@ -25,7 +25,7 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
     """
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    with whole_file(folder / _FILE) as partial, open(partial, "wb") as file:
+    with whole_file(folder / _FILE) as file:
         np.save(file, (features / largest).half().numpy())
     return representation.summary(features)
 
