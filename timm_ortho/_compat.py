@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
-current_arguments = getattr(timm.models, "get_model_args", lambda model: {})
+current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {})
 
 # Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active

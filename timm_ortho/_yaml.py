@@ -8,7 +8,7 @@ from typing import Any, Iterator
 import yaml
 from yaml import YAMLError
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
 
 
 class _WithoutAliases(_Loader):

@@ -73,7 +73,7 @@ def keep_in_config(model: nn.Module) -> None:
     ``timm_ortho.connect(model, **model.config.timm_ortho)`` after it. The config is copied before it is changed,
     because another model may share the object.
     """
-    transformers = sys.modules.get("transformers.modeling_utils")
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
     copies: Dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
     for module in model.modules() if transformers else ():
         config = vars(module).get("config")

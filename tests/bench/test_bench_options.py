@@ -35,7 +35,7 @@ from timm_ortho.runs import provenance
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
     (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use either --amp or --dtypes"),
 ])
-def test_bad_arguments(capsys, tmp_path, arguments, message):
+def test_bad_arguments_of_bench(capsys, tmp_path, arguments, message):
     output = tmp_path / "out"
     assert cli.main(["bench", "--device", "cpu", "--output", str(output), *arguments]) == 2
     captured = capsys.readouterr()
@@ -77,13 +77,6 @@ def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
     with use_backend("triton"):
         assert cli.main(["bench", "--device", "cpu"]) == 2
     assert "TIMM_ORTHO_BACKEND" in capsys.readouterr().err
-
-
-def test_missing_extra(capsys, monkeypatch):
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tqdm" else find(name))
-    assert cli.main(["bench"]) == 2
-    assert capsys.readouterr().err.strip().endswith('bench needs tqdm: pip install "timm-ortho[lab]"')
 
 
 def test_options_are_passed_on(monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_streams_have_the_width_in_the_table(name):
+def test_streams_of_other_libraries_have_the_width_in_the_table(name):
     """Check at every site that stream and branch output have the table's width on the channel axis.
 
     Skip transforms are created for this width. `branches` checks at each site that the stream does not depend

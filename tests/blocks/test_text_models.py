@@ -100,7 +100,7 @@ def test_feature_reaches_every_site_and_trains(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_projection_per_head(name):
+def test_a_projection_per_head_of_a_text_model(name):
     model, ids = made(name), tokens()
     if not any("head" in key for key in TEXT[name].config):
         with pytest.raises(ValueError, match="has no heads"):

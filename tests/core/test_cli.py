@@ -183,10 +183,12 @@ def test_seeds(words, seeds):
     assert cli._seeds(words) == seeds
 
 
-def test_missing_extra(capsys, monkeypatch):
+@pytest.mark.parametrize(("command", "module", "package"), [
+    ("compare", "sklearn", "scikit-learn"), ("bench", "tqdm", "tqdm")])
+def test_missing_extra(capsys, monkeypatch, command, module, package):
     find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
-    assert fails(capsys, "compare").strip().endswith('compare needs scikit-learn: pip install "timm-ortho[lab]"')
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    assert fails(capsys, command).strip().endswith(f'{command} needs {package}: pip install "timm-ortho[lab]"')
 
 
 def test_version_is_that_of_the_installed_package():

@@ -75,7 +75,7 @@ def test_is_compiler_error():
     assert not _compat.is_compiler_error(ValueError("cannot"))
 
 
-def test_compiled_models():
+def test_is_a_model_compiled():
     model = nn.Linear(2, 2)
     assert _compat.compiled_model(torch.compile(model)) is model
     assert _compat.compiled_model(model) is None

@@ -14,10 +14,10 @@ from helpers.kernel_cases import (
     both,
     inputs_with_gradients,
     needs_triton,
-    run,
     tensors,
     weight,
 )
+from helpers.parity import results
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from timm_ortho.functional import residual_update, use_backend
@@ -52,7 +52,7 @@ def test_compiled_code_matches_eager_mode(backend, compiler, case):
 
     torch._dynamo.reset()
     compiled = torch.compile(update, fullgraph=True, backend=compiler)
-    torch.testing.assert_close(run(compiled, inputs, list(inputs), g), run(update, inputs, list(inputs), g))
+    torch.testing.assert_close(results(compiled, inputs, list(inputs), g), results(update, inputs, list(inputs), g))
     y = compiled(x, f, *list(inputs.values())[2:])
     assert y.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(y, update(x, f, *list(inputs.values())[2:]))
@@ -79,7 +79,7 @@ def test_compiled_once_for_all_batch_sizes():
             torch._dynamo.mark_dynamic(t, 0)
         inputs = dict(x=x.requires_grad_(), f=f.requires_grad_())
         y = compiled(**inputs)
-        expected = run(functools.partial(residual_update, eps=EPS, backend="torch"), inputs, "xf", g)
+        expected = results(functools.partial(residual_update, eps=EPS, backend="torch"), inputs, "xf", g)
         torch.testing.assert_close([y, *torch.autograd.grad(y, (x, f), g)], list(expected.values()))
     assert len(recorder.graphs) == 1
 

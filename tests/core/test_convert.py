@@ -409,7 +409,7 @@ def unchanged(model, *args, **kwargs):
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid does not take the argument prob"]),
 ])
-def test_bad_arguments(kwargs, words):
+def test_bad_arguments_of_connect(kwargs, words):
     for model in (build("Block"), connect(build("Block"), "global")):
         message = str(unchanged(model, **kwargs))
         assert all(word in message for word in words), message

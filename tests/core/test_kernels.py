@@ -1,129 +1,33 @@
-"""The backends `torch` and `triton`: comparison with the float64 oracle, and memory.
+"""The backends `torch` and `triton`: exact results, launches and memory. test_parity.py compares them with float64.
 
 Without a CUDA device, tests/conftest.py makes the kernels run in Triton's interpreter.
 """
 import itertools
-import math
 
 import pytest
 import timm
 import torch
 from helpers.allocations import Allocations
 from helpers.kernel_cases import (
-    BRAIN,
     DEVICE,
-    DOUBLE,
     EPS,
     HALF,
-    INTERPRETED,
     LAYOUTS,
     SINGLE,
-    WEIGHTS,
     both,
-    each_path,
     kernels,
     layouts,
     needs_triton,
-    run,
     tensors,
     weight,
 )
-from helpers.oracle import rounded, truth
-from torch import Tensor
+from helpers.parity import results
 
 from timm_ortho import connect
 from timm_ortho.functional import residual_update
 from timm_ortho.update import backend as backends, formula
 
 pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
-
-
-# --------------------------------------------------------------------------------------- parity with the oracle
-def last_place(magnitude, dtype):
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(magnitude)) if magnitude else 0.0
-
-
-def error(result, truth):
-    return (result.double() - truth).abs().max().item() if truth.numel() else 0.0
-
-
-def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=lambda x, f, a, b: (x, f, a, b)):
-    """Check y and gradients.
-
-    An error must be at most twice the error of ``oracle.rounded``, plus 0.5 (half precision) to 16 (float64) units in
-    the last place.
-    """
-    def ours(**inputs):
-        x, f, a, b = of(**inputs)
-        return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=EPS, keep=keep, backend=backend)
-
-    def formula(update, inputs):
-        dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
-        return update(*of(**inputs), dims, EPS)
-
-    needed = needed or [name for name, t in inputs.items() if isinstance(t, Tensor)]
-    exact = {name: t.double() if isinstance(t, Tensor) else t for name, t in inputs.items()}
-    oracle = run(lambda **inputs: formula(truth, inputs), exact, needed, g.double())
-    reference = run(lambda **inputs: formula(rounded, inputs), inputs, needed, g)
-    measured = run(ours, inputs, needed, g)
-    for name, expected in oracle.items():
-        got, magnitude = measured[name], expected.abs().max().item() if expected.numel() else 0.0
-        if name in ("a", "b"):  # their gradients are sums of large rounded terms that cancel
-            alone = {"a": (1.0, 0.0), "b": (0.0, 1.0)}[name]
-            part = formula(truth, {**exact, **dict(zip("ab", alone, strict=True))}) - of(**exact)[0]
-            magnitude = (part * g).abs().sum().item()
-        units = {DOUBLE: 16.0, SINGLE: 2.0}.get(got.dtype, 0.5)  # half-precision results are rounded once
-        if got.dtype == BRAIN and INTERPRETED and backend != "torch":  # the interpreter truncates and does not round
-            units = 1.0
-        assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
-        allowed = 2 * error(reference[name], expected) + units * last_place(magnitude, got.dtype)
-        assert error(got, expected) <= allowed, name
-    return measured
-
-
-def check_case(backend, shape, dim, dtypes=(SINGLE, SINGLE), weights=(0.0, 1.0), keep="output", needed=None):
-    x, f, g = tensors(shape, dtypes)
-    a, b = (weight(w, DOUBLE if g.dtype == DOUBLE else SINGLE) for w in weights)
-    measured = check_against_truth(backend, dict(x=x, f=f, a=a, b=b), g, dim, keep, needed)
-    assert measured["y"].dtype == (x + f).dtype
-
-
-@each_path
-@layouts
-@pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "branch"), *((w, "output") for w in WEIGHTS)], ids=str)
-def test_as_exact_as_the_plain_formula(backend, layout, weights, keep):
-    check_case(backend, *LAYOUTS[layout], weights=weights, keep=keep)
-
-
-@each_path
-@layouts
-@pytest.mark.parametrize("dtypes", [
-    (DOUBLE, DOUBLE), (HALF, HALF), (BRAIN, BRAIN), (SINGLE, BRAIN), (HALF, BRAIN), (BRAIN, SINGLE), (DOUBLE, HALF),
-], ids=str)
-def test_as_exact_as_the_plain_formula_in_other_dtypes(backend, layout, dtypes):
-    check_case(backend, *LAYOUTS[layout], dtypes)
-    check_case(backend, *LAYOUTS[layout], dtypes, ("a", "b"))
-
-
-@each_path
-@pytest.mark.parametrize(("shape", "dim"), [
-    ((1, 1, 3), -1), ((37, 11, 1), -1), ((3, 2, 64), -1), ((2, 3, 8192), -1), ((2, 3, 9000), -1), ((2, 40000), -1),
-    ((5, 33, 9, 11), None), ((5, 33, 9, 11), (2, 3)), ((5, 33, 9, 11), (1, -1)), ((5, 33, 9, 11), (-1, 1, 2)),
-    ((50, 6), 0), ((4, 6, 5), (0, 1, 2)), ((300,), 0), ((2, 1024, 5), 1), ((1, 2048, 5), 1),
-    ((1, 2049, 5), 1), ((1, 8, 1, 300), 1),
-    ((0, 5, 3), -1), ((0, 5, 3), None), ((3, 0), -1),
-], ids=str)
-@pytest.mark.parametrize("weights", [(0.0, 1.0), ("a", "b")], ids=str)
-def test_as_exact_as_the_plain_formula_in_any_shape(backend, shape, dim, weights):
-    check_case(backend, shape, dim, weights=weights)
-
-
-@each_path
-@layouts
-@pytest.mark.parametrize("needed", ["x", "f", "a", "b", "xa", "fb"])
-def test_gradients_of_some_inputs(backend, layout, needed):
-    weights = tuple(name if name in needed else value for name, value in (("a", 0.0), ("b", 1.0)))
-    check_case(backend, *LAYOUTS[layout], weights=weights, needed=needed)
 
 
 @both
@@ -196,44 +100,6 @@ def nhwc(t):
     return t.contiguous(memory_format=torch.channels_last)
 
 
-def swapped(t):
-    return t.transpose(1, 3).contiguous().transpose(1, 3)
-
-
-def constant(t):
-    return t[:1, :1, :1, :1].expand_as(t)  # all strides are 0, as in the gradient of y.sum()
-
-
-def unaligned(t):
-    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)  # aligned to 4 bytes, not to 16
-
-
-STRIDES = {
-    "sliced": lambda x, f, g: (x[:, ::2], f[:, 1::2], g[:, 3:]),
-    "narrowed": lambda x, f, g: (x[..., 1:], f[..., :3], g[..., :3]),
-    "transposed": lambda x, f, g: (x.transpose(1, 3), f.transpose(1, 3), g.transpose(1, 3)),
-    "dense in another order": lambda x, f, g: (swapped(x), f, nhwc(g)),
-    "channels-last": lambda x, f, g: (nhwc(x), nhwc(f), nhwc(g)),
-    "channels-last stream": lambda x, f, g: (nhwc(x), f, g),
-    "channels-last branch": lambda x, f, g: (x, nhwc(f), g),
-    "channels-last gradient": lambda x, f, g: (x, f, nhwc(g)),
-    "expanded stream": lambda x, f, g: (x[:1].expand_as(x), f, g),
-    "expanded stream and branch": lambda x, f, g: (x[:, :1].expand_as(x), f[:, :, :1].expand_as(f), g),
-    "expanded gradient": lambda x, f, g: (x, f, constant(g)),
-    "channels-last with an expanded gradient": lambda x, f, g: (nhwc(x), nhwc(f), constant(g)),
-    "unaligned": lambda x, f, g: (unaligned(x), unaligned(f), unaligned(g)),
-}
-
-
-@each_path
-@pytest.mark.parametrize("dim", [0, 1, -1, None, (0, 2), (1, 3)], ids=str)
-@pytest.mark.parametrize("strides", STRIDES)
-def test_any_strides(backend, strides, dim):
-    x, f, g = STRIDES[strides](*tensors((2, 6, 5, 4)))
-    results = check_against_truth(backend, dict(x=x, f=f, a=0.0, b=1.0), g, dim)
-    assert {t.stride() for t in results.values()} == {torch.empty_like(x).stride()}
-
-
 @both
 @pytest.mark.parametrize("shape", [(2, 6, 5, 4), (1, 6, 5, 4), (2, 1, 5, 4), (2, 6, 1, 1)], ids=str)
 def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
@@ -249,22 +115,6 @@ def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
         torch.testing.assert_close(n, (x * x).sum(dims, keepdim=True) + EPS)
         torch.testing.assert_close(s, (x * f).sum(dims, keepdim=True) / n)
         assert y.stride() == torch.empty_like(x).stride()
-
-
-SHARED = {
-    "the same": lambda x: (x, x),
-    "transposed": lambda x: (x, x.transpose(0, 1)),
-    "overlapping": lambda x: (x[:-1], x[1:]),
-    "halves": lambda x: x.chunk(2, 1),
-}
-
-
-@each_path
-@pytest.mark.parametrize("share", SHARED)
-def test_stream_and_branch_that_share_memory(backend, share):
-    x, _, _ = tensors((8, 8, 5))
-    g = tensors(SHARED[share](x)[0].shape, seed=1)[2]
-    check_against_truth(backend, dict(x=x, a=0.5, b=1.0), g, -1, of=lambda x, a, b: (*SHARED[share](x), a, b))
 
 
 # ------------------------------------------------------------------------------------------------ determinism
@@ -286,7 +136,7 @@ def test_results_are_reproducible(backend, layout):
     def update(x, f, a, b):
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, backend=backend)
 
-    first, second = (run(update, dict(x=x, f=f, a=a, b=b), "xfab", g) for _ in range(2))
+    first, second = (results(update, dict(x=x, f=f, a=a, b=b), "xfab", g) for _ in range(2))
     # The deterministic mode fills new memory with NaN, which would show in results.
     assert all(torch.isfinite(result).all() for result in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -33,7 +33,7 @@ def test_each_sample_is_updated_as_without_padding(weights, padding):
             assert not a[sample, length:].any()
 
 
-def test_gradcheck():
+def test_gradcheck_with_a_mask():
     x, f = batch(padding=2.0)
     weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     for b in (1.0, weight):

@@ -1,50 +1,24 @@
-"""The update and the norm after it in one kernel: comparison with float64, and when two steps compute them."""
+"""The update and the norm after it in one kernel: derivatives, and when two steps compute them.
+
+test_parity.py compares the kernel with float64.
+"""
 import copy
 import functools
 
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, EPS, HALF, INTERPRETED, SINGLE, kernels, needs_triton, tensors
-from helpers.oracle import truth
-from timm.layers import LayerNorm, RmsNorm
+from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, SINGLE, kernels, needs_triton, tensors
+from helpers.norm_cases import in_one_step, in_two_steps, made
+from timm.layers import LayerNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import FeatureConnection, connect
-from timm_ortho.functional import plain_update, update_with_norm, use_backend
+from timm_ortho.functional import use_backend
 from timm_ortho.update import backend as backends
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("no_default_backend", "auto_is_triton")]
-NORMS = {
-    "LayerNorm": nn.LayerNorm,
-    "without bias": functools.partial(nn.LayerNorm, bias=False),
-    "without affine": functools.partial(nn.LayerNorm, elementwise_affine=False),
-    "timm's LayerNorm": LayerNorm,
-    "RMSNorm": functools.partial(nn.RMSNorm, eps=1e-5),
-    "timm's RmsNorm": RmsNorm,
-}
-NAMES = ("y", "h", "x", "f", "w", "c")
-
-
-def made(name, width, dtype=SINGLE):
-    norm = NORMS[name](width).to(DEVICE, dtype)
-    for seed, parameter in enumerate(norm.parameters()):
-        nn.init.normal_(parameter, mean=1.0, generator=torch.Generator(DEVICE).manual_seed(seed))
-    return norm
-
-
-def in_two_steps(x, f, norm, update=plain_update):
-    y = update(x, f, 0.0, 1.0, [-1], EPS)
-    return y, norm(y)
-
-
-def in_one_step(backend):
-    def both(x, f, norm):
-        results = update_with_norm(x, f, norm, EPS, backend)
-        assert results is not None
-        return results
-    return both
 
 
 def gradients(both, x, f, norm, upstream):
@@ -60,37 +34,6 @@ def gradients(both, x, f, norm, upstream):
 
 def error(result, exact):
     return (result.double() - exact).abs().max().item()
-
-
-@pytest.mark.parametrize("backend", ["triton", "auto"])
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("shape", "dtypes", "of_norm"), [
-    ((3, 7, 48), (SINGLE, SINGLE), SINGLE),
-    ((2, 5, 197), (SINGLE, SINGLE), SINGLE),
-    ((37, 33), (DOUBLE, DOUBLE), DOUBLE),
-    ((2, 3, 4, 65), (BRAIN, BRAIN), BRAIN),
-    ((3, 20), (HALF, HALF), HALF),
-    ((2, 9, 40), (SINGLE, BRAIN), SINGLE),
-    ((1, 3, 1500), (SINGLE, SINGLE), SINGLE),
-], ids=str)
-def test_as_exact_as_two_steps(backend, norm, shape, dtypes, of_norm):
-    """Errors are at most twice those of two steps, plus a few units in the last place."""
-    x, f, g = tensors(shape, dtypes)
-    norm = made(norm, shape[-1], of_norm)
-    upstream = g, torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(g)
-    doubled = copy.deepcopy(norm).double()
-    exact = gradients(functools.partial(in_two_steps, update=truth), x.double(), f.double(), doubled,
-                      [g.double() for g in upstream])
-    reference = gradients(in_two_steps, x, f, norm, upstream)
-    measured = gradients(in_one_step(backend), x, f, norm, upstream)
-    for name, expected in exact.items():
-        got = measured[name]
-        assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
-        units = 4 if got.dtype in (BRAIN, HALF) and INTERPRETED else 2  # the interpreter truncates and does not round
-        units *= 8 if got.dtype in (SINGLE, DOUBLE) else 1
-        largest = expected.abs().max().item()
-        allowed = 2 * error(reference[name], expected) + units * torch.finfo(got.dtype).eps * largest
-        assert error(got, expected) <= allowed, name
 
 
 @pytest.mark.parametrize("used", ["y", "h"])
@@ -136,7 +79,7 @@ def test_second_derivatives(norm):
     torch.testing.assert_close(second(in_one_step("triton")), second(in_two_steps))
 
 
-def test_batched_gradients():
+def test_batched_gradients_of_the_norm():
     x, f, _ = tensors((2, 3, 5), (DOUBLE, DOUBLE))
     norm = made("LayerNorm", 5, DOUBLE)
     _, h = in_one_step("triton")(x.requires_grad_(), f.requires_grad_(), norm)
@@ -235,7 +178,7 @@ def test_a_norm_that_amplifies_rounding_gives_no_warning():
 
 @pytest.mark.parametrize("wrong", ["update", "gradients"])
 @pytest.mark.parametrize("result", range(3))
-def test_wrong_kernels_are_replaced_with_a_warning(wrong, result, monkeypatch):
+def test_wrong_kernels_of_the_norm_are_replaced_with_a_warning(wrong, result, monkeypatch):
     from timm_ortho.update.norm import NormPlan
 
     original = getattr(NormPlan, wrong)

@@ -24,7 +24,7 @@ def test_values_are_read_as_by_pyyaml():
     assert load_yaml("a: &unused [1, 2.5, null, yes]\n<<: {b: text}") == {"a": [1, 2.5, None, True], "b": "text"}
 
 
-def test_own_files_have_no_aliases():
+def test_dumped_yaml_has_no_aliases():
     shared = [1, 2]
     text = dump_yaml({"a": shared, "b": {"c": shared}})
     assert "&" not in text

@@ -159,7 +159,7 @@ def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
     (["vit_test_ortho", "--model-kwargs", "checkpoint_path=/nowhere.pth"], "pass --checkpoint FILE instead of"),
     (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])
-def test_errors(arguments, message, capsys):
+def test_errors_of_show(arguments, message, capsys):
     assert cli.main(["show", *arguments]) == 2
     printed = capsys.readouterr()
     assert message in printed.err

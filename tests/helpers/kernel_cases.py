@@ -1,7 +1,6 @@
 """Inputs, layouts and pytest marks for the tests of the kernels."""
 import pytest
 import torch
-from torch import Tensor
 
 from timm_ortho import functional
 from timm_ortho.update import backend as backends
@@ -30,13 +29,6 @@ def tensors(shape, dtypes=(SINGLE, SINGLE), seed=0):
 def weight(value, dtype=SINGLE):
     """Return a number unchanged. For the name of a learned weight, return a tensor of 0.625, exact in every dtype."""
     return torch.tensor(0.625, dtype=dtype, device=DEVICE) if isinstance(value, str) else value
-
-
-def run(update, inputs, needed, g):
-    inputs = {
-        name: t.detach().requires_grad_(name in needed) if isinstance(t, Tensor) else t for name, t in inputs.items()}
-    y = update(**inputs)
-    return {"y": y.detach(), **dict(zip(needed, torch.autograd.grad(y, [inputs[n] for n in needed], g), strict=True))}
 
 
 def inputs_with_gradients(shape=(3, 5, 20)):

@@ -175,7 +175,7 @@ def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):
     assert kept.options["model_kwargs"] == run.options["model_kwargs"]
 
 
-def test_a_run_of_timms_script(tmp_path):
+def test_the_card_of_a_run_of_timms_script(tmp_path):
     run = CheckpointRun(timm_run(tmp_path / "run"))
     assert (run.epoch, run.options["num_classes"], run.card) == (2, 7, CardValues())
     assert figures(model_card(SUBJECT, run)) == {

@@ -124,23 +124,6 @@ def test_one_linked_image_is_refused(tmp_path, link):
     refused("1 of 12 training images is also a validation image, first .*/train/dog/3.png", root)
 
 
-def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Splits may share file names, and one of twelve images may be a copy. A copied split is refused."""
-    root = image_folder(tmp_path, "train", "val")
-    shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
-    options_of(root)
-    shutil.rmtree(root / "val")
-    shutil.copytree(root / "train", root / "val")
-    refused("12 of 12 validation images that were compared are copies of the training images", root)
-
-
-def test_half_a_copy_is_refused(tmp_path):
-    """A split is refused if at least half of the images that have the same name in both splits are copies."""
-    root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
-    shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
-    refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
-
-
 def test_a_tar_file_cannot_contain_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
@@ -323,20 +306,7 @@ def test_one_class_with_images_is_refused_with_a_class_map(tmp_path):
     root = image_folder(tmp_path, "train", "val")
     (tmp_path / "classes.txt").write_text("cat\nbird\n")
     refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ("cat\ndog\n\n", "line 3 of class_map .*classes.txt is blank"),
-    ("cat\n \ndog\n", "line 2 of class_map .*classes.txt is blank"),
-    ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
-])
-def test_class_map_must_have_one_class_on_each_line(tmp_path, text, message):
-    """timm uses the line numbers as labels. With blank or repeated lines, a label could be out of range."""
-    root = image_folder(tmp_path, "train", "val")
-    for path in (tmp_path / "classes.txt", root / "train" / "in_split.txt"):
-        path.write_text(text)
-    refused(message, root, class_map=str(tmp_path / "classes.txt"))
-    refused(message.replace("classes", "train/in_split"), root, class_map="in_split.txt")
+    refused("class_map none.txt cannot be read: .*Cannot locate", root, class_map="none.txt")
 
 
 def test_class_map_is_refused_with_torchvision(tmp_path):
@@ -360,7 +330,7 @@ def test_splits_of_different_classes_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("path", "message"), [
     ("train/stray.png", "'cat' is inside the split's own folder, and both contain images"),
-    ("train/cat/.ipynb_checkpoints/0.png", r"folder .*/train/cat/\.ipynb_checkpoints is hidden"),
+    ("train/cat/.ipynb_checkpoints/0.png", r"'cat/\.ipynb_checkpoints' is inside 'cat'"),
     ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
 ])
 def test_image_between_class_folders_is_refused(tmp_path, path, message):
@@ -509,20 +479,6 @@ def test_webp_images_are_allowed_with_torchvision(tmp_path):
     saved_as(root / "train" / "dog" / "1.png", ".webp")
     source = run.open_source(Namespace(**options_of(root, dataset="torch/image_folder")))
     assert len(source.train) == 12
-
-
-@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
-def test_hidden_images_are_refused(tmp_path, dataset):
-    root = image_folder(tmp_path / ".cache", "train", "val")
-    options_of(root, dataset=dataset)
-    (root / "val" / "dog" / "._1.jpg").write_bytes(b"macOS")
-    refused(r"file .*/\.cache/val/dog/\._1\.jpg is hidden, and would be read as an image: remove it", root,
-            dataset=dataset)
-    for split in ("train", "val"):
-        folder = root / split / ".ipynb_checkpoints"
-        shutil.copytree(root / split / "cat", folder)
-    refused(r"folder .*/train/\.ipynb_checkpoints is hidden, and would be read as images of a class: remove it", root,
-            dataset=dataset)
 
 
 @pytest.mark.parametrize(("key", "value"), [("in_chans", 4), ("in_chans", 2), ("input_size", [4, 32, 32])])

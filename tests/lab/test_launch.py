@@ -82,7 +82,7 @@ def test_reports_need_no_data_and_can_be_opened(tiny, monkeypatch, tmp_path, cap
     assert pages == [(folder / "report.html").as_uri() for folder in (tmp_path, tiny[1])]
 
 
-def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
+def test_finished_runs_are_not_started_again(tiny, monkeypatch, capsys):
     path, output = tiny
     monkeypatch.setattr(launch, "_work", lambda *_: pytest.fail("a finished run was started again"))
     before = {item: item.read_bytes() for item in output.glob("*/*")}

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not IMAGENETTE, reason="the variable IMAGENETTE does not name a folder of photographs")]
 
 
-def test_compare(tmp_path, capsys):
+def test_compare_on_photographs(tmp_path, capsys):
     assert cli.main([
         "compare", "--data-dir", IMAGENETTE, "--model", "vit_tiny_patch16_224", "--connections", "linear", "feature",
         "--epochs", "1", "--seeds", "1", "--device", "cpu", "-j", "0", "-b", "16", "-o", "train_num_samples=64",

@@ -63,7 +63,7 @@ def opened(text, folder):
 
 @pytest.mark.parametrize("name", [
     "accuracy", "compare", pytest.param("dynamics", marks=pytest.mark.slow), "parameters"])
-def test_nothing_is_cut_off(name, tmp_path):
+def test_nothing_is_cut_off_in_a_browser(name, tmp_path):
     study = study_of(name, versions={"timm-ortho": "0.1.0", "commit": "0123456789abcdef" * 3})
     runs = runs_of(name)
     if name == "compare":

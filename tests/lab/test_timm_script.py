@@ -284,7 +284,7 @@ def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- errors
-def test_errors(tmp_path):
+def test_errors_of_timms_script(tmp_path):
     """A refused plan writes nothing."""
     def refused(message, changes=None, **options):
         with pytest.raises(LabError, match=message):

@@ -354,7 +354,7 @@ def test_two_processes_can_write_the_same_file(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["study.yaml"]
 
 
-def test_files_are_written_atomically(tmp_path, monkeypatch):
+def test_json_files_are_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     write_json(path, {"a": float("nan"), "b": [1.0]})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}

@@ -114,6 +114,6 @@ def test_null_counts_as_nan():
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),
      "the rows have no column 'norm', only step, layer, kind, stream, cosine"),
 ])
-def test_errors(call, message):
+def test_errors_of_a_transition(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()

@@ -96,7 +96,7 @@ def test_fx_features_of_timm(arguments):
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_trains(arguments, half):
+def test_models_train_under_autocast(arguments, half):
     model = create(arguments).train()
     with torch.autocast("cpu", half):
         loss = model(images(4)).float().square().mean()

@@ -121,7 +121,7 @@ def test_padded_patches_equal_images():
     torch.testing.assert_close(model(collated(list(batch), 30)), model(batch.double()), rtol=1e-9, atol=1e-10)
 
 
-def test_gradient_checkpointing():
+def test_gradient_checkpointing_with_padding():
     model = naflex(global_pool="avg")
     expected = logits_and_gradients(model, [collated(images(), 20)])
     model.set_grad_checkpointing()

@@ -164,7 +164,7 @@ def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
     ([], {"TIMM_DIR": "/nowhere"}, "there is no /nowhere/train.py: use timm's train.py"),
     ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10'; did you mean 'vit_s_cifar10'"),
 ])
-def test_errors(command, options, given, words):
+def test_errors_of_the_train_script(command, options, given, words):
     with pytest.raises(LabError) as raised:
         command(*options, **given)
     assert words in str(raised.value)

@@ -140,7 +140,7 @@ def test_compiled_models_use_the_skips_of_another_connect():
     assert not torch.allclose(results[0], results[1])
 
 
-def test_autocast_trains():
+def test_skips_train_under_autocast():
     model = connect(tiny("plain basic"), "feature", skip="orthogonal_random")
     with torch.autocast("cpu", torch.bfloat16):
         y = model(images())

@@ -227,7 +227,7 @@ def test_autocast_keeps_the_dtype_of_the_stream(name):
 # ----------------------------------------------------------------------------------------------------- gradients
 @pytest.mark.parametrize(("name", "layout"), [
     ("mr", "nchw"), ("cmr", "tokens"), ("tp", "channels_last"), ("random", "strided"), ("scaled", "tokens")])
-def test_gradcheck(name, layout):
+def test_gradcheck_of_skips(name, layout):
     skip, arguments = MAPS[name]
     x, dim = LAYOUTS[layout](6)
     x = x.double().requires_grad_()
@@ -363,7 +363,7 @@ def test_made_on_the_meta_device():
     assert module(x.to("meta")).shape == x.shape
 
 
-def test_repr():
+def test_repr_of_skips():
     assert repr(create_skip("idempotent_mr", 64, dim=1, branches=4)) == (
         "Skip('idempotent_mr', width=64, dim=1, branches=4, rank=16)")
     assert repr(create_skip("orthogonal_tp", 64)) == "Skip('orthogonal_tp', width=64, dim=-1, rank=64)"
@@ -391,7 +391,7 @@ def test_repr():
     ({"skip": "scaled", "count": 0}, "count must be a whole number of at least 1, got 0"),
     ({"skip": "orthogonal_random", "seed": "1"}, "seed must be a whole number, got '1'"),
 ])
-def test_bad_arguments(kwargs, message):
+def test_bad_arguments_of_create_skip(kwargs, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
         create_skip(width=12, **kwargs)
     assert str(error.value) == message

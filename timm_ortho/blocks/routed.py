@@ -40,7 +40,8 @@ def written_class(module: nn.Module) -> type:
 
 def _forward(cls: type) -> Any:
     """Return the unwrapped ``forward``; transformers wraps it again for each subclass of its layers."""
-    return inspect.unwrap(getattr(cls, "forward", None))
+    forward: Any = getattr(cls, "forward", None)
+    return inspect.unwrap(forward)
 
 
 def host_class(module: nn.Module) -> type:

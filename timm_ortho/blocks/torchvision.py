@@ -3,12 +3,12 @@
 :mod:`timm_ortho.blocks.timm` defines which additions are sites. In MaxViT's partitioned attention the stream has the
 shape [B, windows, tokens, C], so a projection in the global scope covers the whole sample.
 """
-from typing import Dict, Tuple
+from typing import Any, Dict, Tuple
 
 from .spec import BlockSpec, last_width
 
 
-def _block(name: str, *columns, **more) -> BlockSpec:
+def _block(name: str, *columns: Any, **more: Any) -> BlockSpec:
     return BlockSpec(f"torchvision.models.{name}", *columns, **more)
 
 

@@ -3,10 +3,8 @@
 timm's reader takes the class of an image from the innermost folder in its path. If a split (training or validation) has
 no folder, timm reads the images of the whole data set for this split.
 """
-import filecmp
 import hashlib
 import os
-import pickle
 import shlex
 from argparse import Namespace
 from collections import Counter
@@ -24,7 +22,6 @@ from . import LabError, one_line
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that need no --data-dir
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
-_COMPARED = 100  # to detect a copied folder, up to twice this many pairs of files are compared
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
@@ -78,34 +75,28 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 
 def check_files(options: Namespace, split: str) -> None:
-    """Raise a LabError if a split's folder has hidden images, or images whose format timm's reader skips.
+    """Raise a LabError if a split's folder has images whose format timm's reader skips.
 
-    A class map for torchvision's folder, which ignores it, is also an error.
-
-    If there is a class map, check only folders that are named after its classes, because timm reads no other folders.
+    If there is a class map, check only folders that are named after its classes, because timm reads no other folders. A
+    class map for torchvision's folder, which ignores it, is also an error.
     """
-    if options.class_map and is_torchvision_folder(options):
-        raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
+    if is_torchvision_folder(options):
+        if options.class_map:
+            raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
+        return
     root = search_split(options.data_dir, split)
-    classes = _class_map(options.class_map, root)
-    image_types = {suffix for suffix, kind in Image.registered_extensions().items()
-                   if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also lists .pdf, .mpg and .h5
-    skips = not is_torchvision_folder(options) and not options.input_key  # input_key sets the reader's file types
-    read, skipped = get_img_extensions(as_set=True), list[str]()
-    for folder, _, files in os.walk(root, followlinks=True):
-        if classes and os.path.basename(folder) not in classes:
-            continue
-        images = [file for file in files if _suffix(file) in image_types]
-        parts = os.path.relpath(folder, root).split(os.sep)
-        depth = next((depth for depth, part in enumerate(parts, 1) if part.startswith(".") and part != "."), None)
-        if images and depth:
-            raise LabError(f"folder {os.path.join(root, *parts[:depth])} is hidden, and would be read as images of a "
-                           "class: remove it")
-        for image in images:
-            if image.startswith("."):
-                raise LabError(f"file {os.path.join(folder, image)} is hidden, and would be read as an image: "
-                               "remove it")
-        skipped += [os.path.join(folder, image) for image in images if skips and _suffix(image) not in read]
+    try:
+        classes = load_class_map(options.class_map, root) if options.class_map else {}
+    except (AssertionError, OSError, ValueError) as error:
+        raise LabError(f"class_map {options.class_map} cannot be read: {one_line(error)}") from None
+    if options.input_key:  # it sets the reader's file types
+        return
+    unread = {suffix for suffix, kind in Image.registered_extensions().items()
+              if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also lists .pdf, .mpg and .h5
+    unread -= get_img_extensions(as_set=True)
+    skipped = [os.path.join(folder, file) for folder, _, files in os.walk(root, followlinks=True)
+               if not classes or os.path.basename(folder) in classes
+               for file in files if _suffix(file) in unread]
     if skipped:
         counts = ", ".join(f"{suffix}: {count}" for suffix, count in Counter(map(_suffix, skipped)).most_common())
         which = f"image of '{root}' has a format" if len(skipped) == 1 else f"images of '{root}' have formats"
@@ -115,28 +106,6 @@ def check_files(options: Namespace, split: str) -> None:
 
 def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
-
-
-def _class_map(path: Any, root: str) -> dict[str, int]:
-    """Return the label of each class name in a class map, {} if `path` is not set.
-
-    Raises:
-        LabError: The file cannot be read, or it is a text file with a blank or repeated line.
-    """
-    if not path:
-        return {}
-    try:
-        classes = load_class_map(path, root)
-    except (AssertionError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise LabError(f"class_map {path} cannot be read: {one_line(error)}") from None
-    if _suffix(path) == ".txt":
-        file = path if os.path.exists(path) else os.path.join(root, path)  # timm looks in these two places
-        with open(file, encoding="utf-8") as lines:
-            for index, name in enumerate(line.strip() for line in lines):
-                if not name or classes[name] != index:  # if a name is in two lines, timm uses the last
-                    fault = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
-                    raise LabError(f"line {index + 1} of class_map {file} {fault}: each class needs one line")
-    return classes
 
 
 def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
@@ -215,7 +184,7 @@ def _advice(options: Namespace) -> str:
 
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
-    """Raise a LabError if the splits are equal or share an image file, or if at least half of the sample are copies."""
+    """Raise a LabError if the splits are equal or share an image file."""
     for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers store their split
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
@@ -233,10 +202,6 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
         also = "is also a validation image" if len(shared) == 1 else "are also validation images"
         raise LabError(f"{len(shared)} of {len(paths[0])} training images {also}, first {shared[0]}: {LAYOUT}, "
                        "with no image in both")
-    copies, compared = _copies(train, validation)
-    if copies and 2 * len(copies) >= compared:
-        raise LabError(f"{len(copies)} of {compared} validation images that were compared are copies of the training "
-                       f"images of the same name, first {copies[0]}: {LAYOUT}, with no image in both")
 
 
 def fingerprint(*datasets: Any) -> Optional[str]:
@@ -268,15 +233,3 @@ def _identity(path: str) -> Any:
         raise LabError(f"image {path} is empty: remove or replace it")
     # on a file system without inode numbers, st_ino is 0
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
-
-
-def _copies(train: Any, validation: Any) -> tuple[list[str], int]:
-    """Compare a sample of the validation images with the training images of the same names, byte for byte.
-
-    Returns:
-        The paths of the compared validation images that equal their training image, and the number of compared images.
-    """
-    train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
-    both = [name for name in files if name in train_files]
-    sample = both[::max(1, len(both) // _COMPARED)]
-    return [files[name] for name in sample if filecmp.cmp(train_files[name], files[name], shallow=False)], len(sample)

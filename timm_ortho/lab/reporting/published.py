@@ -42,9 +42,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
-    shared = _shared(results)
-    values = {"study": study, "recorded": recorded or {}, "shared": shared,
-              "runs": [_without(run, shared) for run in results]}
+    values = {"study": study, "recorded": recorded or {}, "runs": results}
     (folder / STUDY).write_text(_as_json(values), encoding="utf-8")
     for table, key in TABLES.items():
         rows = [{"run": index, **row} for index, run in enumerate(runs) for row in _flat(run.get(key) or [])]
@@ -63,15 +61,15 @@ def folder_name(study: Mapping[str, Any]) -> str:
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
-    runs = [_merged(values["shared"], run) for run in values["runs"]]
-    if values["study"].get("kind", "training") == "training":
+    study, runs = values["study"], values["runs"]
+    if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
             for run in runs:
                 run[key] = []
             file = folder / f"{table}.csv.gz"
             for row in _read_table(file) if file.is_file() else ():
                 _add(runs[row.pop("run")][key], row, probe=table == "probe")
-    return values["study"], runs, values["recorded"]
+    return study, runs, values["recorded"]
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
@@ -137,34 +135,3 @@ def _parsed(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-# ------------------------------------------------------------------------------------- what all runs share
-def _shared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries that are equal in all runs, including entries of mappings such as `made_with`."""
-    first, *rest = runs or [{}]
-    shared: dict[str, Any] = {}
-    for key, value in first.items():
-        if all(run.get(key, ...) == value for run in rest):
-            shared[key] = value
-        elif all(isinstance(run.get(key), Mapping) for run in runs):
-            below = _shared([run[key] for run in runs])
-            shared |= {key: below} if below else {}
-    return shared
-
-
-def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in run.items():
-        if key not in shared:
-            kept[key] = value
-        elif value != shared[key]:
-            kept[key] = _without(value, shared[key])
-    return kept
-
-
-def _merged(shared: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**shared, **run}
-    for key in shared.keys() & run.keys():
-        merged[key] = _merged(shared[key], run[key])
-    return merged
