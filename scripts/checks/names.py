@@ -43,7 +43,6 @@ REASONS = {  # file, `file: class` or `file: word` -> reason
     "docs/hypotheses.md: says": "registered before the runs",
     "docs/hypotheses.md: ask": "registered before the runs",
     "docs/hypotheses.md: asks": "registered before the runs",
-    "timm_ortho/lab/image_folder.py: places": _LAB,
     "timm_ortho/lab/planning/checks.py: place": _LAB,
     "timm_ortho/lab/planning/checks.py: places": _LAB,
     "timm_ortho/lab/planning/plan.py: place": _LAB,

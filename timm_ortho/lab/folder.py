@@ -12,7 +12,7 @@ The run's folder has these files:
 | `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
 | `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
-| `card.json` | planning, `running.run`, `reporting.card_file` | values of the run's model card, see `runs.card_values` |
+| `card.json` | planning, `running.run`, `reporting.card_file` | values of the model card, see `runs.card_values` |
 | `log.txt` | the launcher | the output of the run's process |
 
 The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.

@@ -177,7 +177,8 @@ def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]
     """Return the image preprocessing that a run's options set, completed from the model's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
-    if model.pretrained_cfg.get("fixed_input_size"):
+    cfg: Any = model.pretrained_cfg
+    if cfg.get("fixed_input_size"):
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     return {**config, "input_size": (channels, *size)}
 
