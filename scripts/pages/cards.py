@@ -22,7 +22,7 @@ import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab.folder import card_values
 from timm_ortho.lab.paper import experiments
-from timm_ortho.lab.reporting.cards import comparison
+from timm_ortho.lab.reporting.card_file import comparison
 from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of

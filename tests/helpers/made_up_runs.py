@@ -7,6 +7,7 @@ from timm_ortho.lab.planning import design
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
 GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseline
     "accuracy": ("accuracy", {"model": ["vit_s", "resnetv2_18"]}, {"connection": "linear"}),
+    "cifar_vit_small": ("accuracy", {"model": ["vit_s"]}, {"connection": "linear"}),
     "switch_reinitialised": ("connection_switch_reinitialised", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "switch_kept": ("connection_switch_continuous", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "layer_pattern": ("layer_pattern", {"layers": ["none", "0,1", "all"]}, {"layers": "none"}),

@@ -158,7 +158,7 @@ def test_description_of_the_data(tmp_path):
     assert len(described.pop("fingerprint")) == 16
     assert described == {
         "image_size": [32, 32], "size_from": "recipe small_images", "first_image": [16, 16], "channels": 3,
-        "classes": 2, "train": 16, "validation": 6, "validation_split": "val"}
+        "classes": 2, "train": 16, "validation": 6, "validation_split": "val", "on_device": False}
     data = data_of(root, in_chans=1, train_num_samples=10)
     assert (data["channels"], data["train"], data["validation"]) == (1, 10, 6)
     image_folder(root, "test", count=2)
