@@ -94,7 +94,7 @@ def check_new_name(kind: str, name: Any, make: Any, known: Any) -> None:
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the name of a {kind} must be an identifier, got {name!r}")
     names = [(made.__module__, getattr(made, "__qualname__", made)) for made in (make, known or make)]
-    if names[0] != names[1]:
+    if names[0] != names[1] or (known not in (None, make) and "<lambda>" in str(names[0][1])):
         raise ValueError(f"{kind} {name!r} already exists: choose another name")
 
 

@@ -27,7 +27,8 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
 
     Returns:
         Arguments of ``connect`` by name. Arguments other than ``connection`` and ``eps`` are omitted if they equal
-        their default. The dict is empty for a model without connections.
+        their default. The dict is empty for a model without connections, and for linear connections that the code of
+        the model creates.
 
     Raises:
         ValueError: Parts of the model were connected with different arguments or not at all, or the connection is not

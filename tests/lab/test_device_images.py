@@ -308,8 +308,9 @@ def test_images_of_several_sizes_need_an_image_size(several, tmp_path, capsys):
         "timm-ortho: error: 1 of 1 runs failed, first linear-seed0: images on the device need one size, but the first "
         "has 12 x 12 pixels and another 14 x 20: set --img-size, or use --no-device-images, see "
         f"{log}; the same command tries them again")
-    one = training(several, device_images=True, img_size=16)
-    assert one.train_loader.stored()[0].shape == (64, 3, 16, 16)
+    for size in (16, 8):  # larger and smaller than the first image
+        one = training(several, device_images=True, img_size=size)
+        assert one.train_loader.stored()[0].shape == (64, 3, size, size)
 
 
 def test_a_corrupt_image_is_named(several, tmp_path, capsys):

@@ -20,7 +20,8 @@ def test_paper_numbers_of_each_table():
     stated = {name: layout.Layout.of(study_of(name)).stated for name in GRIDS}
     assert {name: len(found) for name, found in stated.items() if found} == {
         "accuracy": 56, "switch_reinitialised": 24, "switch_kept": 24, "layer_pattern": 16, "learning_rate": 32,
-        "initialisation": 12, "head_norm": 6, "representation": 7, "skips_single": 24, "skips_branch4": 40, "cifar_vit_small": 56,
+        "initialisation": 12, "head_norm": 6, "representation": 7, "skips_single": 24, "skips_branch4": 40,
+        "cifar_vit_small": 56,
         "skips_depthwise": 24}
     assert stated["learning_rate"][("5e-4",), ("CIFAR-10", "Linear")] == [90.41, 0.15]
     five_best = ("CIFAR-10", "top-5 %, five best test epochs")

@@ -122,6 +122,22 @@ def test_a_wrong_registration(name, make, message):
     assert before == SKIPS
 
 
+def test_another_lambda_does_not_replace_a_skip():
+    def registered(make):
+        register_skip("mine", make)
+        return SKIPS["mine"][1]
+
+    first = lambda width, dim: nn.Identity()  # noqa: E731
+    first.__doc__ = "\n  "
+    try:
+        assert registered(first) is registered(first)
+        assert SKIPS["mine"][0] == "registered by its author"
+        with pytest.raises(ValueError, match="skip 'mine' already exists"):
+            registered(lambda width, dim: nn.Hardtanh())
+    finally:
+        SKIPS.pop("mine", None)
+
+
 def test_a_function_must_return_a_module():
     register_skip("mine", lambda width, dim: torch.eye(width))
     with pytest.raises(ValueError, match="the function of skip 'mine' must return a module, got Tensor"):

@@ -395,7 +395,7 @@ def _decoded(
             source.decoded[key] = _decode(options, source, data_config, device, *key[:2])
         except _OtherSizeError:
             model_size = data_config["input_size"][1:]
-            if (options.img_size is None and options.input_size is None) or tuple(size) == tuple(model_size):
+            if options.img_size is None and options.input_size is None:
                 raise
             source.decoded[key] = _decode(options, source, data_config, device, split, model_size, several=True)
     return source.decoded[key]

@@ -297,7 +297,7 @@ def register_skip(name: str, make: Callable[..., nn.Module]) -> None:
                          f"{', '.join(_PASSED[2:])}, and needs defaults for other arguments; got "
                          f"({', '.join(parameters)})")
     check_new_name("skip", name, make, SKIPS.get(name, (None, None))[1])
-    described = (getattr(getattr(make, "func", make), "__doc__", None) or "registered by its author").strip()
+    described = (getattr(getattr(make, "func", make), "__doc__", None) or "").strip() or "registered by its author"
     SKIPS[name] = (described.splitlines()[0], make)
 
 
