@@ -328,10 +328,10 @@ def test_the_weights_of_the_digits_differ_and_recognise_digits(name):
 def test_shipped_weights_have_the_accuracy_in_their_header(name):
     with safe_open(pretrained.weights_file(name), "pt") as file:
         about = file.metadata()
-    run = cards.of_comparison(name).run.result
+    run = cards.of_comparison(name).run
     assert about["model"] == name.partition(".")[0]
-    assert (str(run["seed"]), run["connection"]) == (about["seed"], about["connection"])
-    assert run["top1"] == float(about["top1"])
+    assert (str(run.seed), run.options["model_kwargs"]["connection"]) == (about["seed"], about["connection"])
+    assert run.card.top1[run.seed] == float(about["top1"])
     if about["data"] != "digits":
         pytest.skip(f"the images of {about['data']} are not on every machine")
     model = timm.create_model(name, pretrained=True).eval()

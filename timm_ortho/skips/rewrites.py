@@ -232,6 +232,7 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
             raise SkipRewriteError(
                 f"cannot {verb} {name}: a change of basis may change the result of {site.name}, a {got}; connect with "
                 "linear, feature, global or hybrid, and groups=1")
+        # is_orthogonal or is_idempotent
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} requires {kind} skips, got {got} at {site.name} of {name}")

@@ -188,6 +188,10 @@ class Skip(nn.Module):
     def is_orthogonal(self) -> bool:
         return self.name in ("identity", "orthogonal_tp", "orthogonal_random")
 
+    @property
+    def is_idempotent(self) -> bool:
+        return self.name in ("identity", "idempotent_mr", "idempotent_cmr")
+
     def forward(self, x: Tensor) -> Tensor:
         """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
