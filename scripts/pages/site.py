@@ -16,7 +16,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)#]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Return the files of the site: the theme's, those of the repository, and the page of commands."""
+    """Return the files of the site: the files of the theme and of the repository, and the page of commands."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.*"), *(ROOT / "model_cards").rglob("*.*")]
     found += [path for folder in ("scripts", "timm_ortho") for path in (ROOT / folder).rglob("*.py")]
     pages = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))

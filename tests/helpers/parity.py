@@ -22,7 +22,7 @@ def results(function, inputs, needed, upstream):
         function: Called with the inputs as keywords. It returns y, or y and h.
         inputs: Values by name. Parameters are used themselves, other tensors are detached.
         needed: Names of the inputs whose gradients are computed.
-        upstream: The gradient of y, or those of y and h.
+        upstream: The gradient of y, or the gradients of y and h.
     """
     inputs = {name: t.detach().requires_grad_(name in needed) if isinstance(t, Tensor) and not isinstance(
         t, nn.Parameter) else t for name, t in inputs.items()}

@@ -168,7 +168,7 @@ def test_padded_crop_shifts_by_up_to_the_padding():
 
 
 def test_boxes_are_those_of_torchvision():
-    """Boxes fit into the image, and their moments are those of RandomResizedCrop."""
+    """Boxes fit into the image, and have the moments of RandomResizedCrop."""
     torch.manual_seed(0)
     scale, ratio = (0.1, 1.2), (0.5, 3.0)
     boxes = torch.stack(device_images._boxes(4000, 20, 30, scale, ratio, CPU), 1)
@@ -187,7 +187,7 @@ def test_a_crop_that_never_fits_is_the_largest_in_the_centre():
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_resized_crop_is_torchvisions(monkeypatch, mode):
-    """Inside the crop, pixels equal those of torchvision's resized_crop up to rounding."""
+    """Inside the crop, pixels equal torchvision's resized_crop up to rounding."""
     torch.manual_seed(0)
     images = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
     box = (2, 3, 6, 5)

@@ -1,4 +1,4 @@
-"""scripts/checks/d1.sh with a mock of `study run`: which pairs are started, what is kept, and the exit status."""
+"""scripts/checks/d1.sh with a mock of `study run`: which pairs it starts, which files it keeps, and its exit status."""
 import os
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def script(tmp_path):
 
 
 def test_pairs_that_fit(script, tmp_path):
-    """A pair of 300 epochs of 3 seconds takes 945 seconds with two simultaneous runs, and 1,575 one after the other."""
+    """A pair of 300 epochs of 3 seconds takes 945 seconds if its runs are simultaneous, and 1,575 seconds if not."""
     done, seeds = script(LIMIT="1000")
     assert done.returncode == 0, done.stderr
     assert seeds == ["0,", "300,", "301,", "302,", "303,"]  # the mock takes no time

@@ -110,7 +110,7 @@ def change_card(folder, **changes):
 
 @pytest.mark.parametrize("optimizer", [None, "kept"])
 def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
-    """The numbers of other seeds are there after the report. A switched run has them for both of its folders."""
+    """After the report, a card has the numbers of all seeds. A switched run has them in both of its folders."""
     if optimizer is None:
         asked = compared(tmp_path / "out", ["feature"], seeds=2)
     else:

@@ -311,7 +311,7 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
 
 # ---------------------------------------------------------------------------------------------- loaders
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
-    """Return a training loader and a validation loader: timm's, or those of `device_images`.
+    """Return a training loader and a validation loader: timm's loaders, or the loaders of `device_images`.
 
     Their batches are on the device and normalised. Training batches are also mixed, if the options use mixup or cutmix.
     Workers are restarted for each epoch, because a checkpoint does not contain the random states of running workers.

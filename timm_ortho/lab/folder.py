@@ -183,7 +183,7 @@ def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
 
     Args:
         result: The contents of the run's `result.json`.
-        of_study: The values that need the other runs of the study: `top1`, `split` and `comparison`.
+        of_study: The values that need all runs of the study: `top1`, `split` and `comparison`.
     """
     top1 = {result["seed"]: result["top1"]} if finite(result.get("top1")) else {}
     made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}

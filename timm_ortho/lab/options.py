@@ -1,4 +1,4 @@
-"""List the options of timm's `train.py`, from `recipes/train_options.json`, and those of the lab's own loop.
+"""List the options of timm's `train.py`, from `recipes/train_options.json`, and the options of the lab's own loop.
 
 | key | meaning |
 | --- | --- |
