@@ -3,8 +3,6 @@ import copy
 import json
 import pickle
 import re
-import subprocess
-import sys
 from inspect import Signature, signature
 
 import numpy as np
@@ -261,9 +259,3 @@ def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
     model = connect(peft.get_peft_model(vit(transformers), adapters), "global")
     model.merge_and_unload().save_pretrained(tmp_path)
     assert stored(tmp_path)["timm_ortho"]["connection"] == "global"
-
-
-def test_connect_does_not_import_transformers():
-    code = ("import sys, timm, timm_ortho; timm_ortho.connect(timm.create_model('vit_test_linear')); "
-            "assert 'transformers' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True)
