@@ -18,7 +18,10 @@ EXPORTED = [
     ("vision_transformer", "feature"), ("beit", "global"), ("convnext", "global"), ("resnet", "feature"),
     ("mlp_mixer", "feature"), ("metaformer", "global"), ("hiera", "feature"), ("naflexvit", "global"),
 ]
-COMPILED = [case if case[0] in ("beit", "resnet") else pytest.param(*case, marks=pytest.mark.slow) for case in EXPORTED]
+
+
+def slow_but(quick):
+    return [case if case[0] in quick else pytest.param(*case, marks=pytest.mark.slow) for case in EXPORTED]
 
 
 @pytest.mark.parametrize(("module", "connection"), TRAINED)
@@ -31,20 +34,21 @@ def test_same_outputs_exported(module, connection):
     exports(of_modules()[module], connection)
 
 
-@pytest.mark.parametrize(("module", "connection"), COMPILED)
+@pytest.mark.parametrize(("module", "connection"), slow_but(("beit", "resnet")))
 def test_same_outputs_compiled(module, connection):
     compiles(of_modules()[module], connection)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot export timm's ResNets")
-@pytest.mark.parametrize(("module", "connection"), COMPILED)
+@pytest.mark.parametrize(("module", "connection"), slow_but(("beit",)))
 def test_same_outputs_in_onnxruntime(module, connection):
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package)
     runs_as_onnx(of_modules()[module], connection)
 
 
-@pytest.mark.parametrize("module", of_modules())
+@pytest.mark.parametrize("module", [
+    pytest.param(name, marks=pytest.mark.whole if number % 3 else ()) for number, name in enumerate(of_modules())])
 def test_the_operator_rounds_as_the_plain_formula_at_every_site(module):
     """Compare each site on its own inputs. Otherwise, rounding differences would grow from site to site."""
     model, size = model_of(of_modules()[module], "feature")
