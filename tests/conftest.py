@@ -10,8 +10,6 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
 import torch
-from helpers.hub_client import HubClient
-from helpers.hub_server import HubServer
 
 torch.set_num_threads(1)  # torch ignores the variables above if a pytest plugin has already imported it
 
@@ -24,29 +22,6 @@ if not torch.cuda.is_available():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-@pytest.fixture(scope="module")
-def served(request, tmp_path_factory):
-    """Yield a mock Hub and a client. The client's process runs the test module's code in IMPORTS first."""
-    folder = tmp_path_factory.mktemp("hub")
-    imports = request.module.IMPORTS
-    with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
-        yield server, client
-
-
-@pytest.fixture
-def server(served):
-    """Remove all repositories from the mock Hub, empty the client's cache, and return the Hub."""
-    server, client = served
-    server.empty()
-    client.forget()
-    return server
-
-
-@pytest.fixture
-def client(served):
-    return served[1]
 
 
 @pytest.fixture
