@@ -297,13 +297,6 @@ def test_fx_records_the_plain_formula(active):
     torch.testing.assert_close(traced(x, f), Update()(x, f))
 
 
-def test_export_records_the_plain_formula():
-    x, f = pair((2, 3, 4))
-    program = torch.export.export(Update(), (x, f))
-    assert "autograd" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x, f), Update()(x, f))
-
-
 def test_export_with_an_in_place_activation_after_the_update():
     class Activated(torch.nn.Module):
         def forward(self, x, f):

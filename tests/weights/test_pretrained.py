@@ -70,6 +70,7 @@ def images(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_vit_base_has_the_logits_of_the_authors_layout(tmp_path):
     theirs = authors_vit()
