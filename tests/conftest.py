@@ -10,6 +10,8 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
 import torch
+from helpers.hub_client import HubClient
+from helpers.hub_server import HubServer
 
 torch.set_num_threads(1)  # torch ignores the variables above if a pytest plugin has already imported it
 
@@ -22,6 +24,30 @@ if not torch.cuda.is_available():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """Yield a mock Hub and a client, which all tests share, because a client takes seconds to start."""
+    from helpers.hub_models import IMPORTS  # imports timm
+
+    folder = tmp_path_factory.mktemp("hub")
+    with HubServer(folder) as server, HubClient(folder, server.endpoint, IMPORTS, server.add_user("me")) as client:
+        yield server, client
+
+
+@pytest.fixture
+def server(served):
+    """Remove all repositories from the mock Hub, empty the client's cache, and return the Hub."""
+    server, client = served
+    server.empty()
+    client.forget()
+    return server
+
+
+@pytest.fixture
+def client(served):
+    return served[1]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_cla
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
 MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
 IMPORTS = f"VIT = {VIT!r}" + """
-import hashlib, json, os, pathlib, sys
+import hashlib, json, os, pathlib, runpy, sys
 import huggingface_hub, timm, torch
 import timm_ortho
 from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
