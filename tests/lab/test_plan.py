@@ -159,7 +159,7 @@ def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, capsys
 
 def test_paper_scale_uses_the_papers_recipe():
     found = design.load("accuracy", "paper")
-    variants = found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"}, "train.py")
+    variants = found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"})
     vit = next(variant for variant in variants if variant.cell == {"model": "vit_s"})
     resnet = next(variant for variant in variants if variant.cell == {"model": "resnetv2_34"})
     assert (vit.options.dataset, vit.options.batch_size, vit.options.epochs) == ("torch/cifar100", 1024, 300)

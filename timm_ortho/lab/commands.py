@@ -17,6 +17,7 @@ from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, places_of, plan
 from .planning.request import Request
+from .planning.trainers import LabLoop
 from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
@@ -63,8 +64,8 @@ def listing() -> str:
 def run_count(design: Design) -> str:
     """Return the number of runs of a study as text. Runs with equal settings are counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
-    request = Request(design, options)
-    return str(len(places_of(request, design.variants(options, request.trainer), range(design.seeds))[1]))
+    trainer = LabLoop(Request(design, options))  # at scale paper, too: counting needs no script
+    return str(len(places_of(trainer, design.variants(options), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
@@ -88,7 +89,7 @@ def _planned(request: Request) -> StudyPlan:
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
-    if run_plan.trainer_name == "lab":
+    if run_plan.script is None:
         words = shlex.join([str(folder), *launch.words_of([run_plan], 1)[2:]])  # without --threads
         return f"python -m timm_ortho.lab.running.run {words}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)

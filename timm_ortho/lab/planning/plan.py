@@ -24,12 +24,12 @@ from .. import LabError, write_text
 from ..data import Source
 from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
-from .checks import Size, check, check_runs
 from .design import COMPARISON, Variant
 from .deviations import deviations
 from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
-from .memory import fit_cells
+from .model_check import Size
 from .request import Request
+from .trainers import Trainer, choose
 
 STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.
@@ -119,7 +119,6 @@ def plan(request: Request) -> StudyPlan:
     Raises:
         LabError: The study cannot be run as requested.
     """
-    request.check_machines()
     design, requested = request.design, dict(request.options)
     import_modules(requested.get("device_modules"), LabError)
     if not design.is_comparison:
@@ -128,7 +127,7 @@ def plan(request: Request) -> StudyPlan:
     elif requested.get("data_dir") and design.recipe is None:  # a recipe may set a data set that needs --data-dir
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
-    variants, left_out = design.expand(requested, request.trainer)
+    variants, left_out = design.expand(requested)
     variants = request.select(variants)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
@@ -137,18 +136,14 @@ def plan(request: Request) -> StudyPlan:
         raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset NAME, or "
                        "--dataset '' for an image folder")
     seeds = request.seed_list(first.options.seed)
-    source, sizes = check(request, variants)
-    memory = fit_cells(request, variants)
-    places, runs = places_of(request, variants, seeds)
-    if request.trainer == "lab":
-        check_runs(runs, places, seeds[0], source)
+    trainer = choose(request)
+    source, sizes, memory = trainer.check(variants)
+    places, runs = places_of(trainer, variants, seeds)
     settings = study_settings(design, requested, first)
     study = _description(request, requested, seeds, variants)
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
     if source is not None:
-        study["data"] = _data_of(source, sizes)
-        if request.trainer == "lab":
-            study["data"]["on_device"] = _on_device(variants)
+        study["data"] = {**_data_of(source, sizes), "on_device": _on_device(variants)}
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
@@ -156,7 +151,7 @@ def plan(request: Request) -> StudyPlan:
 
 
 def places_of(
-        request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
+        trainer: Trainer, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
     """Return the places ordered by seed, and the runs by name. Places with equal settings share a run.
 
     Raises:
@@ -165,7 +160,7 @@ def places_of(
     places, runs, names = [], {}, {}
     for seed in seeds:
         for variant in variants:
-            run, name = _run(request, variant, seed), variant.name(seed)
+            run, name = _run(trainer, variant, seed), variant.name(seed)
             identity = json.dumps(run_identity(run), sort_keys=True)
             if identity not in names:
                 if name in runs:
@@ -177,7 +172,7 @@ def places_of(
     return places, runs
 
 
-def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
+def _run(trainer: Trainer, variant: Variant, seed: int) -> RunPlan:
     options = {**vars(variant.options), "seed": seed}
     stages = [Stage(".", options)]
     if variant.switch_to:
@@ -190,12 +185,9 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
                 raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
         stages = [Stage(".", options, stop_epoch=stop),
                   Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
-    design = request.design
-    common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
-    if request.trainer == "lab":
-        return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs even without a script
-    return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
+    design = trainer.request.design
+    return trainer.run_plan(
+        stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
 
 
 # ------------------------------------------------------------------------------------------ description
@@ -211,7 +203,7 @@ def _description(
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
-        "changed": deviations(design, requested, seeds, request.trainer, _on_device(variants)),
+        "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     })

@@ -227,9 +227,9 @@ def words_of(runs: Sequence[RunPlan], threads: int) -> list[str]:
 
     They name the script and the modules of the plans again, because the process does not trust the files that it reads.
     """
-    trainer = runs[0].trainer
+    script = runs[0].script
     modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
-    return ["--threads", str(threads), *(["--train-py", trainer] if trainer != "lab" else []),
+    return ["--threads", str(threads), *([] if script is None else ["--train-py", script]),
             *(["--device-modules", *modules] if modules else [])]
 
 
