@@ -16,9 +16,9 @@ from PIL import Image
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
+from timm_ortho.lab.train_options import known_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"

@@ -10,10 +10,10 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
-from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.identity import refuse_difference
 from timm_ortho.lab.planning.request import Request
+from timm_ortho.lab.train_options import defaults
 
 NAMES = sorted(design.shipped())
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -24,7 +24,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     found = planned(request(written(tmp_path), tmp_path / "out", seeds=[7, 2]))
     cells = [({"lr": lr}, connection) for lr in (1e-3, 1e-2) for connection in ("linear", "feature")]
     wanted = [(*cell, seed) for seed in (2, 7) for cell in cells]
-    assert [(place["cell"], place["connection"], place["seed"]) for place in found.places] == wanted
+    assert [(place["cell"], place["connection"], place["seed"]) for place in found.points] == wanted
     assert list(found.runs) == [f"lr={cell['lr']}-{name}-seed{seed}" for seed in (7, 2) for cell, name in cells]
     run = RunPlan.read(tmp_path / "out" / "lr=0.01-feature-seed7")
     assert (run.trainer, run.record, run.representation, run.epochs, run.switch_epoch) == ("lab", 2, True, 2, None)
@@ -33,16 +33,16 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     assert options["model_kwargs"] == {
         "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "img_size": 16, "connection": "feature"}
     assert options == read_yaml(tmp_path / "out" / "lr=0.01-feature-seed7" / "args.yaml")
-    assert plan.read(tmp_path / "out")["places"] == found.places
+    assert plan.read(tmp_path / "out")["places"] == found.points
 
 
 def test_equal_runs_are_shared(tmp_path):
     """Linear connections ignore eps, so all cells that differ only in eps share one run."""
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
-    assert len(found.places) == 2 * 2 * 3
+    assert len(found.points) == 2 * 2 * 3
     assert len(found.runs) == 2 * (1 + 3)
-    assert {place["run"] for place in found.places if place["connection"] == "linear"} == {
+    assert {place["run"] for place in found.points if place["connection"] == "linear"} == {
         "connection_eps=1e-08-linear-seed0", "connection_eps=1e-08-linear-seed1"}
 
 
@@ -74,7 +74,7 @@ def test_switches(tmp_path):
                            for first in ("linear", "feature") for second in ("linear", "feature")}}
         path = written(tmp_path, grid=grid, baseline={"switch": "linearlinear"})
         found = plan.plan(request(path, tmp_path / "out", epochs=epochs))
-        return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.places}, found.places
+        return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.points}, found.points
 
     runs, places = stages("kept", 5)
     # The report shows a switched run under the connection after the switch.
@@ -227,7 +227,7 @@ def test_a_wrong_layout_is_an_error_before_the_first_run(tmp_path):
 def test_seeds_are_a_number_or_a_list(tmp_path):
     def seeds(given, **options):
         found = plan.plan(compared(tmp_path / "out", ["linear"], given, **options))
-        return [place["seed"] for place in found.places]
+        return [place["seed"] for place in found.points]
 
     assert seeds(2) == [0, 1]
     assert seeds(2, seed=5) == [5, 6]

@@ -3,9 +3,9 @@ import pytest
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError
-from timm_ortho.lab.options import DEFAULTS, known_options
 from timm_ortho.lab.planning import recipe
 from timm_ortho.lab.planning.trainers import check_options
+from timm_ortho.lab.train_options import DEFAULTS, known_options
 
 
 def write(tmp_path, text):

@@ -11,18 +11,18 @@ import torch
 
 from .._text import aligned
 from . import LabError
-from .costs import report as cost_report
-from .costs.report import cost
+from .costs import cost_report
+from .costs.cost_report import cost
 from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
-from .planning.plan import STUDY, StudyPlan, places_of, plan
+from .planning.plan import STUDY, StudyPlan, plan, points_of
 from .planning.request import Request
 from .planning.trainers import LabLoop
 from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
-from .running import launch
-from .running.launch import Slurm
+from .running import launcher
+from .running.launcher import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
@@ -65,7 +65,7 @@ def run_count(design: Design) -> str:
     """Return the number of runs of a study as text. Runs with equal settings are counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
     trainer = LabLoop(Request(design, options))  # at scale paper, too: counting needs no script
-    return str(len(places_of(trainer, design.variants(options), range(design.seeds))[1]))
+    return str(len(points_of(trainer, design.variants(options), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
@@ -90,7 +90,7 @@ def _planned(request: Request) -> StudyPlan:
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
     if run_plan.script is None:
-        words = shlex.join([str(folder), *launch.words_of([run_plan], 1)[2:]])  # without --threads
+        words = shlex.join([str(folder), *launcher.words_of([run_plan], 1)[2:]])  # without --threads
         return f"python -m timm_ortho.lab.running.run {words}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
@@ -132,15 +132,15 @@ def run(
         threads = _threads_for(next(iter(planned.runs.values())))
     print("\n".join(_opening(planned)), file=sys.stderr)
     try:
-        with launch.sigterm_as_ctrl_c():
+        with launcher.sigterm_as_ctrl_c():
             if slurm is not None:
                 failed = slurm.train(planned.folder, planned.runs)
             else:
-                failed = launch.local(planned.folder, planned.runs, parallel, threads or 1)
+                failed = launcher.local(planned.folder, planned.runs, parallel, threads or 1)
     except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
         print("interrupted: the same command continues from here", file=sys.stderr)
-        return 143 if isinstance(stop, launch.Terminated) else 130
+        return 143 if isinstance(stop, launcher.Terminated) else 130
     print(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))

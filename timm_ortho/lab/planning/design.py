@@ -57,8 +57,8 @@ from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
 from ...models.variant_arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
-from ..options import known_options
 from ..paper import architecture, experiments, skip_recipe
+from ..train_options import known_options
 from . import recipe
 
 COMPARISON = "compare"

@@ -8,8 +8,8 @@ from ...models import skip_networks
 from ...models.names import base_name
 from ...models.paper import ARCHITECTURES
 from .. import LabError
-from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
+from ..train_options import known_options, options_with
 from .design import Design, Variant, load
 
 # Each of these options has a line of its own if it differs from the paper. So have arguments of the

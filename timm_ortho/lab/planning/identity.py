@@ -11,7 +11,7 @@ from ..._yaml import dump_yaml, load_yaml
 from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
-from ..options import options_with
+from ..train_options import options_with
 from .design import Design, Variant, is_default
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine.

@@ -1,7 +1,7 @@
 """Read recipes. A recipe is a YAML file with options of timm's `train.py`. `train.py -c FILE` reads it, too.
 
-The options, their defaults and their types are in the module `options`. If timm's script trains the runs, its parser
-must have the requested options, too.
+The options, their defaults and their types are in the module `train_options`. If timm's script trains the runs, its
+parser must have the requested options, too.
 """
 import argparse
 import importlib
@@ -16,7 +16,7 @@ from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import check_options
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
-from ..options import defaults, known_options
+from ..train_options import defaults, known_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 

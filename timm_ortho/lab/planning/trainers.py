@@ -12,8 +12,8 @@ from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import RunPlan, Stage
 from ..image_folder import is_here
-from ..options import DEVICE_OPTIONS, defaults, known_options, options_with
 from ..running.loop import Training
+from ..train_options import DEVICE_OPTIONS, defaults, known_options, options_with
 from . import recipe
 from .design import Variant
 from .memory import fit_cells

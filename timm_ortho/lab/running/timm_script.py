@@ -17,7 +17,7 @@ from .. import LabError, one_line
 from ..data import open_source
 from ..folder import RunPlan, Stage
 from ..image_folder import is_here
-from ..options import defaults
+from ..train_options import defaults
 
 _SECONDS_TO_STOP = 30
 

@@ -62,16 +62,16 @@ class _Progress:
         self.sizes: dict[str, int] = {}  # bytes in the summary.csv files of each run; a new size means new epochs
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
-        self.began, self.said = time.monotonic(), -math.inf
+        self.began, self.written = time.monotonic(), -math.inf
         # disable=None shows the bar only if the output is a terminal
         disable = _reports_no_width() or None
         self.bar = tqdm(
             total=self.total, initial=self.before, leave=False, disable=disable, dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
-            self.say(f"{len(self.finished)} of {len(runs)} runs are already finished")
+            self.write(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print a line above the bar."""
         tqdm.write(text, file=sys.stderr)
 
@@ -79,7 +79,7 @@ class _Progress:
         """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`."""
         run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
-        self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
+        self.write(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
         """Show the last finished epoch of each named run that has finished an epoch since the last call.
@@ -105,10 +105,10 @@ class _Progress:
         if not self.bar.disable:
             self.bar.n = done
             self.bar.set_description_str(f"; {text}", refresh=False)
-        elif now - self.said >= _SECONDS_BETWEEN_LINES:
-            self.said = now
+        elif now - self.written >= _SECONDS_BETWEEN_LINES:
+            self.written = now
             left = (now - self.began) / max(1, done - self.before) * (self.total - done)
-            self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
+            self.write(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""
@@ -116,7 +116,7 @@ class _Progress:
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
         seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
-        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
+        self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
 class Terminated(KeyboardInterrupt):
@@ -184,7 +184,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 if (root / name / RESULT).is_file():
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
-                    progress.say(f"timm-ortho: {name} {ended}; it is started again")
+                    progress.write(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
                     progress.fail(name, error or f"its process {ended}", process.pid)
