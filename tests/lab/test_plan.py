@@ -11,7 +11,6 @@ from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
 from timm_ortho.lab.planning import design, identity, plan
-from timm_ortho.lab.planning.identity import refuse_difference
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.train_options import defaults
 
@@ -283,16 +282,6 @@ def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
     assert plan.plan(compared(model_kwargs={"connection_keep": "output"})).folder == plan.plan(compared()).folder
 
 
-def test_a_folder_of_an_earlier_version_is_continued(tmp_path):
-    """In study.yaml, earlier versions also stored arguments of one connection, and arguments with default values."""
-    planned(compared(tmp_path, ["feature"], model_kwargs={"connection_prob": 0.5}))
-    values = read_yaml(tmp_path / plan.STUDY)
-    values["settings"]["given"]["model_kwargs"]["connection_eps"] = 1e-6
-    values["settings"]["options"]["model_kwargs"]["connection_prob"] = 0.5
-    (tmp_path / plan.STUDY).write_text(yaml.safe_dump(values))
-    planned(compared(tmp_path, model_kwargs={"connection_prob": 0.5}))
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -407,13 +396,3 @@ def test_bad_extends(tmp_path, base, message):
     (tmp_path / "own.yaml").write_text(f"extends: {base}\n")
     with pytest.raises(LabError, match=message):
         design.load(str(tmp_path / "own.yaml"), "smoke")
-
-
-def test_amp_dtype_is_a_setting_only_with_amp():
-    """Without amp, earlier versions stored an amp_dtype that depended on the device. It is not compared."""
-    stored, new = ({"options": {"amp_dtype": dtype}} for dtype in ("float16", "bfloat16"))
-    refuse_difference(stored, new, "the folder", "choose another")
-    for values in (stored, new):
-        values["options"]["amp"] = True
-    with pytest.raises(LabError, match="amp_dtype was 'float16' and is now 'bfloat16'"):
-        refuse_difference(stored, new, "the folder", "choose another")

@@ -17,7 +17,6 @@ from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, plan, points_of
 from .planning.request import Request
-from .planning.trainers import LabLoop
 from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
@@ -64,8 +63,7 @@ def listing() -> str:
 def run_count(design: Design) -> str:
     """Return the number of runs of a study as text. Runs with equal settings are counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
-    trainer = LabLoop(Request(design, options))  # at scale paper, too: counting needs no script
-    return str(len(points_of(trainer, design.variants(options), range(design.seeds))[1]))
+    return str(len(points_of(Request(design, options), design.variants(options), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:

@@ -29,7 +29,7 @@ from .deviations import deviations
 from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
 from .model_check import Size
 from .request import Request
-from .trainers import Trainer, choose
+from .trainers import check
 
 STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.
@@ -136,9 +136,8 @@ def plan(request: Request) -> StudyPlan:
         raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset NAME, or "
                        "--dataset '' for an image folder")
     seeds = request.seed_list(first.options.seed)
-    trainer = choose(request)
-    source, sizes, memory = trainer.check(variants)
-    points, runs = points_of(trainer, variants, seeds)
+    source, sizes, memory = check(request, variants)
+    points, runs = points_of(request, variants, seeds)
     settings = study_settings(design, requested, first)
     study = _description(request, requested, seeds, variants)
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
@@ -151,7 +150,7 @@ def plan(request: Request) -> StudyPlan:
 
 
 def points_of(
-        trainer: Trainer, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
+        request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
     """Return the points ordered by seed, and the runs by name. Points with equal settings share a run.
 
     Raises:
@@ -160,7 +159,7 @@ def points_of(
     points, runs, names = [], {}, {}
     for seed in seeds:
         for variant in variants:
-            run, name = _run(trainer, variant, seed), variant.name(seed)
+            run, name = _run(request, variant, seed), variant.name(seed)
             identity = json.dumps(run_identity(run), sort_keys=True)
             if identity not in names:
                 if name in runs:
@@ -172,7 +171,7 @@ def points_of(
     return points, runs
 
 
-def _run(trainer: Trainer, variant: Variant, seed: int) -> RunPlan:
+def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
     options = {**vars(variant.options), "seed": seed}
     stages = [Stage(".", options)]
     if variant.switch_to:
@@ -185,9 +184,11 @@ def _run(trainer: Trainer, variant: Variant, seed: int) -> RunPlan:
                 raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
         stages = [Stage(".", options, stop_epoch=stop),
                   Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
-    design = trainer.request.design
-    return trainer.run_plan(
-        stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
+    of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
+    if request.train_py is None:
+        return RunPlan("lab", stages, **of_design)
+    script = str(request.train_py.absolute())
+    return RunPlan(script, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description

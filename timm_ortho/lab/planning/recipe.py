@@ -59,8 +59,6 @@ def resolve(values: Mapping[str, Any]) -> Namespace:
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
-    if typed.get("data") is not None:  # the deprecated positional argument of train.py
-        typed.setdefault("data_dir", typed["data"])
     return Namespace(**{**defaults(), **typed})
 
 

@@ -19,7 +19,7 @@ class Request:
     output: Optional[str] = None  # output folder; None for a folder below `output/` whose name depends on the settings
     # Pairs of an axis and comma-separated values: only cells with one of these values are run. Empty for all cells.
     only: Sequence[tuple[str, str]] = ()
-    train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
+    train_py: Optional[Path] = None  # timm's train.py, which scale `paper` requires; None: the lab's own loop trains
     gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
     nodes: int = 1  # machines that each run of `train.py` uses
     gpu_memory: Optional[float] = None  # gigabytes of a GPU; None for this machine's GPU, see `memory.gpu_memory`
