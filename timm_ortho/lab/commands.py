@@ -88,8 +88,7 @@ def _planned(request: Request) -> StudyPlan:
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
     if run_plan.script is None:
-        words = shlex.join([str(folder), *launcher.words_of([run_plan], 1)[2:]])  # without --threads
-        return f"python -m timm_ortho.lab.running.run {words}"
+        return f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([run_plan])])}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
     return (f"{run_plan.whole_batch(stage)} images per update = {run_plan.processes} processes x "
@@ -154,9 +153,8 @@ def _opening(planned: StudyPlan) -> list[str]:
              f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
              f"{' or '.join(map(str, epochs))}"]
     data = study.get("data")
-    if data and "on_device" in data:
-        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
     if data:
+        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
         size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first}" if first and first != size else ""
         lines.append(

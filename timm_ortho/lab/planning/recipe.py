@@ -151,7 +151,7 @@ def _scalar(key: str, kind: str, value: Any) -> Any:
     raise LabError(f"option '{key}' is {value!r}, but must be {expected}")
 
 
-def is_default(key: str, value: Any) -> bool:
-    """Return whether the value of an option has the same effect as its default."""
+def is_unset(key: str, value: Any) -> bool:
+    """Return whether an option has its default, or an empty value with the same effect."""
     default = known_options()[key]["default"]
     return value == default or (value in ("", [], {}) and not default)

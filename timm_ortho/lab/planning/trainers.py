@@ -66,7 +66,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
 def check_options(options: Namespace) -> None:
     """Raise a LabError if the lab's loop lacks the schedule, or an option whose value is not the default."""
     missing = [f"'{key}'" for key, value in vars(options).items()
-               if key not in options_with("lab", "used", "unused") and not recipe.is_default(key, value)]
+               if key not in options_with("lab", "used", "unused") and not recipe.is_unset(key, value)]
     if missing:
         raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove the option, "
                        "or train with --train-py")

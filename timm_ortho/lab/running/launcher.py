@@ -166,7 +166,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
         while queue or at_work:
             while queue and slots:
                 name, slot = queue.pop(0), slots.pop(0)
-                words = words_of([runs[name]], threads)
+                words = ["--threads", str(threads), *words_of([runs[name]])]
                 process = context.Process(target=_work, args=(root / name, words, {**os.environ, **slot}))
                 process.start()
                 at_work[process] = (name, slot)
@@ -222,15 +222,14 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
-def words_of(runs: Sequence[RunPlan], threads: int) -> list[str]:
-    """Return the options of `lab.running.run` for runs of one study that the user planned.
+def words_of(runs: Sequence[RunPlan]) -> list[str]:
+    """Return the options of `lab.running.run` that name the script and the modules of runs of one study.
 
-    They name the script and the modules of the plans again, because the process does not trust the files that it reads.
+    The plans contain these names too, but a run's process does not trust the files that it reads.
     """
     script = runs[0].script
     modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
-    return ["--threads", str(threads), *([] if script is None else ["--train-py", script]),
-            *(["--device-modules", *modules] if modules else [])]
+    return [*(["--train-py", script] if script else []), *(["--device-modules", *modules] if modules else [])]
 
 
 def _work(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -269,7 +268,7 @@ class _Task:
     requeues the job.
     """
 
-    words: Sequence[str]  # see `words_of`
+    words: Sequence[str]  # options of `lab.running.run`
 
     def __call__(self, folder: str) -> int:
         import submitit
@@ -302,7 +301,6 @@ class Slurm:
     threads: int = 1  # number of CPU threads of each run
     minutes: int = 24 * 60  # time limit of a job in minutes
     options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
-    poll: float = 2.0  # number of seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
         """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
@@ -358,7 +356,7 @@ class Slurm:
                 attempts.update(todo)
             elif set(waiting(root, runs)) <= set(progress.failed):
                 break
-            time.sleep(self.poll)
+            time.sleep(2)
             progress.update(set(runs) - progress.finished)
             for name in runs:
                 if name not in progress.finished and (root / name / RESULT).is_file():
@@ -371,7 +369,7 @@ class Slurm:
 
         executor = self.executor(root, runs[names[0]])
         try:
-            task = _Task(words_of([runs[name] for name in names], self.threads))
+            task = _Task(["--threads", str(self.threads), *words_of([runs[name] for name in names])])
             jobs = executor.map_array(task, [str((root / name).absolute()) for name in names])
         except submitit.core.utils.FailedJobError as error:
             raise LabError(f"sbatch failed: {error_text(error)}") from None
