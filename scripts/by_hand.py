@@ -12,9 +12,9 @@ from timm.models import is_model
 
 from timm_ortho.lab import LabError, read_user_yaml
 from timm_ortho.lab.folder import RunPlan, Stage
-from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.lab.running.timm_script import torchrun
+from timm_ortho.lab.train_options import defaults
 from timm_ortho.models.names import similar_variants
 from timm_ortho.runs.folders import import_modules
 

@@ -19,10 +19,10 @@ from torchvision.transforms.v2 import functional as F
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.options import DEVICE_OPTIONS
 from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.planning.deviations import deviations
 from timm_ortho.lab.running import loop, run
+from timm_ortho.lab.train_options import DEVICE_OPTIONS
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(

@@ -16,9 +16,9 @@ from PIL import Image
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
+from timm_ortho.lab.train_options import known_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -196,7 +196,8 @@ def test_description_of_train_pys_data(tmp_path):
     """train.py ignores train_num_samples. A plan made on a machine without the data has no description of the data."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
-    assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")
+    data = experiment.study["data"]
+    assert (data["train"], data["validation_split"], data["on_device"]) == (12, "test", False)
     assert "data" not in plan.plan(for_train_py(tmp_path, "/nowhere")).study
 
 
