@@ -159,7 +159,7 @@ def test_a_transform_that_changes_the_shape(connection):
 
     register_skip("mean", Mean)
     model = timm.create_model("vit_test_ortho", connection=connection, skip="mean")
-    with pytest.raises(ValueError, match=r"must have the same shape; x of shape \(2, 17, 1\) and f of shape \(2, 17, 32"):
+    with pytest.raises(ValueError, match=r"must have the same shape; x of shape \(2, 17, 1\) and f of shape"):
         model(torch.randn(2, 3, 8, 8))
 
 
