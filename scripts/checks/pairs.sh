@@ -4,7 +4,8 @@
 #   scripts/checks/pairs.sh STUDY OUT DATA [SEED ...]
 #   DEVICE=cpu scripts/checks/pairs.sh STUDY OUT DATA    # a rehearsal: one seed at scale smoke
 #
-#   STUDY  cifar_vit_small (D1), cifar_resnet18_rates (the learning rates of D2) or cifar_resnet18 (D2)
+#   STUDY  cifar_vit_small (D1), cifar_resnet18_rates (the learning rates of D2), or cifar_resnet18 (D2, after these rates
+#          were written into its file)
 #   OUT    folder for the runs, their report and the log, without checkpoints
 #   DATA   folder of CIFAR-10 with the name cifar10: class folders DATA/train and DATA/test
 #   SEED   default: the study's seeds
