@@ -7,6 +7,7 @@ word of `WORDS` in a docstring, a comment, a Markdown page or the name of a func
 counts without its ending. `REASONS` excludes findings. The exit status is 1 if there are findings, or if a reason
 excludes nothing.
 """
+import argparse
 import ast
 import io
 import re
@@ -99,6 +100,7 @@ def findings(root: Path, reasons: Mapping[str, str]) -> List[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m scripts.checks.names", description=__doc__.partition("\n")[0]).parse_args()
     found = findings(ROOT, REASONS)
     for each in found:
         print(each)

@@ -310,6 +310,13 @@ def test_one_class_with_images_is_refused_with_a_class_map(tmp_path):
     refused("class_map none.txt cannot be read: .*Cannot locate", root, class_map="none.txt")
 
 
+def test_a_class_that_a_class_map_lists_twice_is_refused(tmp_path):
+    """Labels would begin with 1, and the last label would be the number of classes."""
+    root = image_folder(tmp_path, "train", "val")
+    (root / "train" / "classes.txt").write_text("dog\ncat\ndog \n")
+    refused("class_map classes.txt has 2 lines with the class 'dog': remove all but one", root, class_map="classes.txt")
+
+
 def test_class_map_is_refused_with_torchvision(tmp_path):
     """timm does not pass class_map to torchvision's data sets."""
     (tmp_path / "classes.txt").write_text("dog\ncat\n")
