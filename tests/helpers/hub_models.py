@@ -45,7 +45,7 @@ def pull(name):
 """
 BY_NAME, BY_PULL = "small()", "timm_ortho.pull('hf-hub:me/vit')"
 BY_TIMM = "timm.create_model('hf-hub:me/vit', pretrained=True)"
-# Code that a client runs before a call, so that a test waits less
+# Code that a client runs before a call, so that a test waits less.
 SHORT_TIMEOUT = "timm_ortho.hub_client.errors.TOTAL_TIMEOUT = 1.0\n"
 NO_PAUSES = "import time; time.sleep = lambda seconds: None\n"  # between huggingface_hub's attempts to download
 SLOW_DNS = SHORT_TIMEOUT + "import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"

@@ -42,7 +42,7 @@ def test_pushed_models_load_bit_for_bit(server, client):
 
 
 def test_pushed_models_load_bit_for_bit_with_xet(tmp_path):
-    with HubServer(tmp_path, xet=True) as server:
+    with HubServer(tmp_path) as server:
         token = server.add_user("me")
         with HubClient(tmp_path, server.endpoint, IMPORTS, token, HF_HUB_DISABLE_XET="0") as client:
             assert pushed_and_pulled(server, client) == (True, False)

@@ -11,10 +11,9 @@ The mock has repositories with branches, tags and pull requests, private and gat
 tokens. It supports uploads by LFS and by xet, commits, and downloads of ranges. It can simulate failures. All data is
 in memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
 
-The argument ``xet`` selects how the client uploads large files before the commit:
-  * False: with PUT, as for Git LFS. HF_HUB_DISABLE_XET=1 must be set, because a client with xet does not fall back.
-  * True: hf_xet writes them to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only hf_xet can read these
-    files, because their chunks are compressed.
+A client uploads large files before the commit. With HF_HUB_DISABLE_XET=1 it uses PUT, as for Git LFS. Without, hf_xet
+writes them to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only hf_xet can read these files, because
+their chunks are compressed.
 
 As on the real Hub, the contents of large files have another host name (``localhost``) than the API (``127.0.0.1``). A
 token that is sent to ``localhost`` has leaked. Status codes and headers follow the client's source. They were not
@@ -37,11 +36,10 @@ class HubServer:
 
     Args:
         folder: Folder to which hf_xet writes large files.
-        xet: Whether large files are uploaded with xet.
     """
 
-    def __init__(self, folder: Path, xet: bool = False) -> None:
-        self.folder, self.xet = Path(folder).resolve(), xet
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder).resolve()
         self.repositories: dict[str, Repository] = {}
         self.users: dict[str, tuple[str, str]] = {}  # token -> user, role
         self.blobs: dict[str, bytes] = {}  # SHA-256 -> content
