@@ -178,7 +178,7 @@ PART_ONE = (
         f"H4: {H4}",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
         paper=_mean(of_skips("skips_branch4", BRANCH4), of_skips("skips_depthwise", OTHERS)))),
-    _hypothesis("H5", "orthogonal connections in the first of two trainings raise the final accuracy",
+    _hypothesis("H5", "orthogonal connections in the first of two training stages raise the final accuracy",
                 f"confirm_switch-{FASHION}", switch(1, 0),
                 paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
 )
@@ -268,7 +268,7 @@ def explored() -> dict[str, list[Comparison]]:
         "Width and depth (gamma)": [
             one for comparison in _run([*of_width, *of_factors]) for one in (
                 *([] if comparison in decided_effects else [comparison]), *course(comparison.label, comparison))],
-        "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
+        "Table 3": _both("switch_reinitialised", "first of two training stages: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
         "Table 10": _both("switch_kept", "(first orthogonal, then linear) − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},

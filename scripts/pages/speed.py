@@ -135,7 +135,7 @@ def opening(rows: Sequence[BenchRow]) -> str:
                              f"orthogonal connections as with plain addition. It takes {appendix} as long as with the "
                              "code of the paper's Appendix F.")
         if not steps and not small:
-            sentences.append(f"On a {kind}: not measured.")
+            sentences.append(f"On a {kind}: not measured with the present code.")
     return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
 
 

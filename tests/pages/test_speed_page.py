@@ -88,7 +88,7 @@ def test_rows_of_a_gpu(tmp_path):
 
 
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
-    assert speed.opening(speed.rows_of(tmp_path)) == "On a GPU: not measured. On a CPU: not measured."
+    assert speed.opening(speed.rows_of(tmp_path)) == "On a GPU: not measured with the present code. On a CPU: not measured with the present code."
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
         model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
@@ -101,7 +101,7 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
     assert "For ResNetV2-50 (`resnetv2_50`), the change is +7 to +10 % in eager mode." in text
     assert "takes 1.20 times as long with orthogonal connections as with plain addition. " in text
     assert "It takes 0.90 times as long as with the code of the paper's Appendix F." in text
-    assert text.startswith("On a GPU: not measured. On a CPU (Some CPU)")
+    assert text.startswith("On a GPU: not measured with the present code. On a CPU (Some CPU)")
 
 
 def test_duplicate_rows_are_an_error(tmp_path):
