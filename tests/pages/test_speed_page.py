@@ -88,7 +88,8 @@ def test_rows_of_a_gpu(tmp_path):
 
 
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
-    assert speed.opening(speed.rows_of(tmp_path)) == "On a GPU: not measured with the present code. On a CPU: not measured with the present code."
+    assert speed.opening(speed.rows_of(tmp_path)) == (
+        "On a GPU: not measured with the present code. On a CPU: not measured with the present code.")
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
         model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
