@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name
-from .. import LabError, one_line
+from .. import LabError, one_line, whole_file, write_text
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
@@ -43,7 +43,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
     values = {"study": study, "recorded": recorded or {}, "runs": results}
-    (folder / STUDY).write_text(_as_json(values), encoding="utf-8")
+    write_text(folder / STUDY, _as_json(values))
     for table, key in TABLES.items():
         rows = [{"run": index, **row} for index, run in enumerate(runs) for row in _flat(run.get(key) or [])]
         file = folder / f"{table}.csv.gz"
@@ -106,7 +106,7 @@ def _write_table(file: Path, rows: Rows, digits: int) -> None:
     writer.writerow(columns)
     writer.writerows([_rounded(row.get(key), 4 if key in COARSE else digits) for key in columns] for row in rows)
     # without name and time in the header, equal tables give equal files
-    with file.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
+    with whole_file(file) as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
         packed.write(text.getvalue().encode("utf-8"))
 
 

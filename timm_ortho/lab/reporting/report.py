@@ -47,7 +47,7 @@ from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, finite
-from .. import paper, value_text, write_text
+from .. import paper, refuse_links, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
@@ -145,6 +145,7 @@ def write_many(studies: Sequence[tuple], folder: Path) -> str:
 
 def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any], folder: Path) -> None:
     """Write the blocks of a report as HTML and Markdown, its plots, and its results as JSON."""
+    refuse_links(folder / "figures")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for block in blocks:
         if isinstance(block, Picture):
