@@ -92,7 +92,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
         if isinstance(block, Heading):
             heading = block.text
         if isinstance(block, Picture):
-            block = replace(block, path=f"plots/{page.stem}.svg")  # the page's only plot shows the differences
+            block = replace(block, name=page.stem, folder="plots")  # the page's only plot shows the differences
         if heading not in LEFT_OUT:
             kept.append(block)
     text = (f"docs/evidence.md defines the terms. The folder model_cards/{where} contains the numbers. This command "

@@ -179,4 +179,4 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
 def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):
     (tmp_path / "results.json").mkdir()
     with pytest.raises(LabError, match=r"results.json cannot be written \(Is a directory\): free disk space"):
-        report.write(study_of("accuracy", axes={}), [], [], tmp_path)
+        report.write([(study_of("accuracy", axes={}), [], [])], tmp_path)

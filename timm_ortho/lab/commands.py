@@ -214,4 +214,4 @@ def _report(parts: Sequence[tuple], folder: Path) -> str:
     costs = [study["name"] for study, *_ in parts if study.get("kind", "training") != "training"]
     if costs and len(parts) > 1:
         raise LabError(f"the table of costs '{costs[0]}' cannot be in a report of several studies: report it alone")
-    return cost_report.write(*parts[0][:2], folder) if costs else report.write_many(parts, folder)
+    return cost_report.write(*parts[0][:2], folder) if costs else report.write(parts, folder)

@@ -51,7 +51,7 @@ from .. import paper, refuse_links, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
-from .plots import Drawing, Scene, branch, drawings, forest, last_branch
+from .plots import Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 
@@ -116,23 +116,15 @@ class Part:
 
 
 # ---------------------------------------------------------------------------------------------- writing
-def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, recorded: Optional[dict] = None) -> str:
+def write(studies: Sequence[tuple], folder: Path) -> str:
     """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return table and answer as text.
 
-    Args:
-        study, runs, unfinished: See above.
-        folder: Output folder.
-        recorded: Summary of all recorded steps, from an earlier `results.json`, whose own runs have at most `_STEPS`
-            recorded steps. By default, it is computed from the runs.
-    """
-    return write_many([(study, runs, unfinished, recorded)], folder)
-
-
-def write_many(studies: Sequence[tuple], folder: Path) -> str:
-    """Write one report of several studies or data sets: a section for each, and a plot of all differences in top-1.
+    A report of several studies or data sets has a section for each, and a plot of all differences in top-1.
 
     Args:
-        studies: The arguments `study`, `runs`, `unfinished` and optionally `recorded` of `write` for each study.
+        studies: `study`, `runs`, `unfinished` (see above) and optionally `recorded` for each study. `recorded` is the
+            summary of all recorded steps from an earlier `results.json`, whose own runs have at most `_STEPS` recorded
+            steps. By default, it is computed from the runs.
         folder: Output folder.
     """
     parts = [Part.of(*study) for study in studies]
@@ -174,7 +166,7 @@ def _sections(parts: Sequence[Part]) -> Iterator[Block]:
     names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
     last = [(f"{name}: {_label(entry)}", entry) for name, part in zip(names, parts, strict=True)
             for entry in part.entries if entry.measure == "top1"]
-    yield from map(_picture, forest(last, "all_differences"))
+    yield from forest(last, "all_differences")
     for name, part in zip(names, parts, strict=True):
         data = part.study.get("dataset")
         yield from (Heading(f"{part.title}, {data}" if data else part.title), Text(part.about))
@@ -182,7 +174,7 @@ def _sections(parts: Sequence[Part]) -> Iterator[Block]:
             if isinstance(block, Heading):
                 block = block._replace(level=3)
             elif isinstance(block, Picture):
-                block = replace(block, path=block.path.replace("/", f"/{name}_"))
+                block = replace(block, name=f"{name}_{block.name}")
             yield block
 
 
@@ -222,12 +214,12 @@ def _results(part: Part) -> Iterator[Block]:
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
         yield Grid(tables.differences(entries, layout), "differences to the baseline")
-        yield from map(_picture, forest([(_label(entry), entry) for entry in entries]))
+        yield from forest([(_label(entry), entry) for entry in entries])
     else:
         yield Text("There is no pair of runs to compare yet.")
     yield from extra_blocks(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
     drawn = drawings(Scene(part.runs, layout, part.recorded))
-    yield from [Heading("Plots"), *map(_picture, drawn)] if drawn else []
+    yield from [Heading("Plots"), *drawn] if drawn else []
 
 
 def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
@@ -235,10 +227,6 @@ def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
     for extra in extras:
         if extra.table.rows:
             yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
-
-
-def _picture(drawing: Drawing) -> Picture:
-    return Picture(f"figures/{file_name(drawing.name)}.svg", drawing.draw, drawing.alt, drawing.caption)
 
 
 def _label(entry: tables.Entry) -> str:
@@ -285,13 +273,9 @@ def _lead(parts: Sequence[Part]) -> str:
     if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
         return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
                 "longer, or change the learning rate.")
-    return " ".join([*_warning(untrained), _verdict(parts, compared)])
-
-
-def _warning(untrained: Sequence[tables.Entry]) -> Iterator[str]:
-    if untrained:
-        yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
-               "of these networks say nothing about the connections.")
+    warning = (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
+               "of these networks say nothing about the connections. ") if untrained else ""
+    return warning + _verdict(parts, compared)
 
 
 def _at_chance(part: Part) -> list[tables.Entry]:

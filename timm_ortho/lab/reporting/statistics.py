@@ -140,16 +140,6 @@ def detected(p: Optional[float]) -> bool:
 Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatment -> seed -> value
 
 
-def pooled_differences(
-        blocks: Sequence[Block], pairs: Sequence[tuple[int, Hashable, Hashable]]) -> list[Optional[Difference]]:
-    """Return treatment minus baseline in a cell, for each triple (cell, treatment, baseline) in ``pairs``.
-
-    A cell is an index into ``blocks``. See :func:`pooled_contrasts`.
-    """
-    return pooled_contrasts(blocks, [
-        {(cell, treatment): 1.0, (cell, baseline): -1.0} for cell, treatment, baseline in pairs])
-
-
 def pooled_contrasts(
         blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
 ) -> list[Optional[Difference]]:
