@@ -12,7 +12,7 @@ from timm_ortho.lab.costs import report as cost_report
 from timm_ortho.lab.planning.design import COST_STUDIES, load, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read
-from timm_ortho.lab.reporting.report import Part, document
+from timm_ortho.lab.reporting.report import Part, document, title_of
 from timm_ortho.lab.reporting.statistics import detected
 
 from .marked import replaced
@@ -77,8 +77,7 @@ def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
 
 
 def text(page: Path, folder: Path) -> str:
-    title = part(folder).title if trains(folder) else cost_report.title(study_of(folder))
-    return markdown(title, blocks(page, folder))
+    return markdown(title_of(study_of(folder)), blocks(page, folder))
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:

@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name
+from ..._text import file_name, without_nan
 from .. import LabError, one_line, whole_file, write_text
 
 STUDY = "study.json"
@@ -74,7 +74,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
 
 def _as_json(values: Mapping[str, Any]) -> str:
     """Return JSON with a line for each run and for each other key. NaN and infinities become null."""
-    plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    plain = without_nan(values)
     runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
     head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
     return f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n'
@@ -127,11 +127,7 @@ def _read_table(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: str) -> Any:
-    if not text:
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text

@@ -46,7 +46,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name, finite
+from ..._text import file_name, finite, without_nan
 from .. import paper, refuse_links, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
@@ -83,7 +83,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        return f"{self.study['title']} ({self.study['paper']})" if self.study["paper"] else self.study["title"]
+        return title_of(self.study)
 
     @cached_property
     def layout(self) -> Layout:
@@ -113,6 +113,11 @@ class Part:
         return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]),
                 "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
                 "runs": self.runs}
+
+
+def title_of(study: Mapping[str, Any]) -> str:
+    """Return the title of a report, with the paper's table if the study repeats one."""
+    return f"{study['title']} ({study['paper']})" if study["paper"] else study["title"]
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -190,17 +195,28 @@ def _section(part: Part) -> Iterator[Block]:
         yield Text(_NOTHING)
     yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
     yield from _results(part)
-    if study["changed"] or study["paper"]:
-        yield Heading("What differs from the paper")
-        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+    yield from deviations(study)
     if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
                          "as measured.")] if diverged else []
-    made = Table(["property", "value"], _made(part))
+    yield from origin(study, _made(part))
+
+
+def deviations(study: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield the section about differences from the paper. Studies without a paper and without changes have none."""
+    if study["changed"] or study["paper"]:
+        yield Heading("What differs from the paper")
+        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+
+
+def origin(study: Mapping[str, Any], properties: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the section about how a report was made: its command, and a table of the properties that have a value."""
     yield from (Heading("How it was made"), Code(study["command"]))
-    yield from [Grid(made, "how it was made", wrap=True)] if made.rows else []
+    rows = [[key, value] for key, value in properties.items() if value]
+    if rows:
+        yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
 
 
 def _results(part: Part) -> Iterator[Block]:
@@ -384,10 +400,10 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------- how it was made
-def _made(part: Part) -> list[list[str]]:
-    """Return rows about a study's settings, machines and versions."""
+def _made(part: Part) -> dict[str, str]:
+    """Return a study's settings, machines and versions as text; an empty text for a value that is unknown."""
     study, runs = part.study, part.runs
-    rows = {
+    return {
         "seeds": ", ".join(map(str, study["seeds"])),
         "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
         "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
@@ -399,8 +415,8 @@ def _made(part: Part) -> list[list[str]]:
         "device": _distinct(run.get("device") for run in runs),
         "wall time": _wall_time(runs),
         "unfinished": ", ".join(part.unfinished) or "none",
+        **made_with(study, runs),
     }
-    return [[key, value] for key, value in {**rows, **made_with(study, runs)}.items() if value]
 
 
 def made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
@@ -429,7 +445,7 @@ def _wall_time(runs: Sequence[Run]) -> str:
     seconds = [run["seconds"] for run in runs if finite(run.get("seconds"))]
     whole = sum(seconds)
     text = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
-    return f"{text} of training in {len(seconds)} run{'s' * (len(seconds) != 1)}" if seconds else ""
+    return f"{text} of training in {_count(seconds, 'run')}" if seconds else ""
 
 
 def _text(parts: Sequence[Part], folder: Path) -> str:
@@ -490,7 +506,7 @@ def _thinned(run: Run) -> Run:
 # ------------------------------------------------------------------------------------------------------- JSON
 def as_json(value: Any) -> str:
     """Return JSON with one line for each list or object of plain values. NaN and infinities become null."""
-    return _laid_out(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
+    return _laid_out(without_nan(value)) + "\n"
 
 
 def _laid_out(value: Any, indent: str = "") -> str:

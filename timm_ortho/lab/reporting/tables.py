@@ -259,16 +259,15 @@ def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> T
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
             str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
-            _middle(fmean, members, "best_top1", _with_digits(2)), str(entry.runs),
-            _middle(median, members, "images_per_second", _with_digits(0)),
-            _middle(median, members, "peak_memory", _memory)])
+            _middle(fmean, members, "best_top1"), str(entry.runs), _middle(median, members, "images_per_second"),
+            _middle(median, members, "peak_memory")])
     return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
                   "seeds", "images/s", "peak memory"], rows, len(axes) + 1)
 
 
-def _middle(of: Callable, runs: Sequence[Run], key: str, shown: Callable[[float], str]) -> str:
+def _middle(of: Callable, runs: Sequence[Run], key: str) -> str:
     values = [run[key] for run in runs if finite(run.get(key))]
-    return shown(of(values)) if values else "unknown"
+    return _COLUMNS[key][1](of(values)) if values else "unknown"
 
 
 def _memory(value: Optional[float]) -> str:
