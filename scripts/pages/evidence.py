@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 import jinja2
 from matplotlib import rc_context
@@ -18,6 +18,7 @@ from scipy import optimize, stats
 
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.reporting.layout import grouped
 from timm_ortho.lab.reporting.plots import STYLES, ForestRow, Scene, draw_forest, lines_chart, progress
 from timm_ortho.lab.reporting.statistics import Difference, holm
 
@@ -68,7 +69,7 @@ from .hypotheses import (
     explored,
     rank_slope,
 )
-from .marked import replaced
+from .marked import listed, replaced
 
 
 def _json(name: str) -> Mapping[str, Any]:
@@ -106,21 +107,22 @@ def _options(study: str) -> Any:
 
 def settings_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """Return hyperparameters by title for each column of the table: hypotheses on ViTs, then the paper's trainings."""
-    wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     studies_of = {row["hypothesis"].name: row["hypothesis"].contrast.parts[0][0] for row in rows}
-    columns = {name: setting(_options(study), wide["width"], wide["blocks"]) for name, study in studies_of.items()}
-    for name, study in studies_of.items():
-        given = PAPERS.get(study.split("-")[1])
-        if given:
-            columns[f"paper, {DATA[name]}"] = setting(
-                recipe.resolve_variant({"dataset": given[0]}, given[1]), wide["width"], wide["blocks"])
-    return columns
+    papers = {name: PAPERS.get(study.split("-")[1]) for name, study in studies_of.items()}
+    return {**{name: setting(_options(study)) for name, study in studies_of.items()},
+            **{f"paper, {DATA[name]}": setting(recipe.resolve_variant({"dataset": given[0]}, given[1]))
+               for name, given in papers.items() if given}}
 
 
-def setting(options: Any, width: float, blocks: float) -> dict[str, str]:
-    """Return hyperparameters by title. A ViT-S without arguments has this `width` and `blocks`."""
+def vit_s() -> Mapping[str, Any]:
+    """Return the row of the paper's ViT-S in the table of widths and depths."""
+    return next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
+
+
+def setting(options: Any) -> dict[str, str]:
+    """Return the hyperparameters of a ViT-S by title."""
     kwargs = options.model_kwargs
-    width, blocks = kwargs.get("embed_dim", width), kwargs.get("depth", blocks)
+    width, blocks = kwargs.get("embed_dim", vit_s()["width"]), kwargs.get("depth", vit_s()["blocks"])
     keys = {"learning rate": "lr", "batch size": "batch_size", "weight decay": "weight_decay",
             "gradient clipping": "clip_grad", "label smoothing": "smoothing", "epochs": "epochs"}
     return {"pixels, patch": f"{options.img_size}, {kwargs['patch_size']}",
@@ -203,9 +205,8 @@ def detectable(pairs: int, power: float = 0.8) -> float:
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
     """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
-    measured = of_vits()
-    h2 = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H2")
-    of_data = _listed(
+    measured, h2 = of_vits(), decisions()["H2"]
+    of_data = listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
     of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
@@ -223,22 +224,28 @@ def answers() -> dict[str, str]:
     }
 
 
+def decisions() -> dict[str, dict]:
+    """Return the rows of `decided` by the name of the hypothesis. Holm's method adjusts p within each part."""
+    rows = [*decided(PART_TWO, holm), *decided(PART_ONE, holm), *decided(BESIDE, list)]
+    return {row["hypothesis"].name: row for row in rows}
+
+
 def of_vits() -> list[dict]:
     """Return the rows of `decided` for the hypotheses on the accuracy of ViTs that have runs."""
-    rows = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
+    rows = decisions()
     return [rows[name] for name in DATA if rows[name]["hypothesis"].is_run]
 
 
 def lower_loss(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the data sets on which F's final training loss is significantly lower than linear's, in words."""
     data = [data for data, (train, _) in losses(rows).items() if train.ends[1] < 0]
-    return "all of these" if len(data) == len(rows) else _listed(data or ["none of these"])
+    return "all of these" if len(data) == len(rows) else listed(data or ["none of these"])
 
 
 def higher_test_loss(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a clause with the data sets on which F's final test loss is significantly higher, or an empty string."""
     data = [data for data, (_, test) in losses(rows).items() if test.ends[0] > 0]
-    return f"; its test loss is higher on {_listed(data)}" if data else ""
+    return f"; its test loss is higher on {listed(data)}" if data else ""
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Difference, Difference]]:
@@ -271,11 +278,9 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         rows: The rows of `decided` for hypotheses on the accuracy of ViTs that have runs.
     """
     words = {"confirmed": "is more accurate", "contradicted": "is less accurate"}
-    data: dict[str, list[str]] = {}
-    for row in rows:
-        data.setdefault(words.get(row["decision"], "has no measurable accuracy gain"), []).append(
-            DATA[row["hypothesis"].name])
-    accuracy = ", ".join(f"{word} on {_listed(names)}" for word, names in data.items())
+    by_words = grouped(rows, lambda row: words.get(row["decision"], "has no measurable accuracy gain"))
+    accuracy = ", ".join(f"{word} on {listed(DATA[row['hypothesis'].name] for row in mine)}"
+                         for word, mine in by_words.items())
     return (f"in narrow ViTs trained for {epochs_of(rows)}, F {accuracy} and reaches a lower training loss on "
             f"{lower_loss(rows)}; not tested: {', '.join(untested(rows))}.")
 
@@ -288,17 +293,11 @@ def epochs_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return, in words, settings of the paper's ViTs that the runs of `rows` do not have."""
-    contrasts = {row["hypothesis"].name: row["hypothesis"].contrast for row in rows}
-    width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]
-    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {width:g}"]
-    return [*(DATA[name] for name in DATA if name not in contrasts),
+    tested = {row["hypothesis"].name for row in rows}
+    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {vit_s()['width']:g}"]
+    return [*(data for name, data in DATA.items() if name not in tested),
             "RandAugment, MixUp and CutMix",
             f"longer runs than ours ({epochs_of(rows)})", *wide]
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, final = words
-    return f"{', '.join(most)} and {final}" if most else final
 
 
 # -------------------------------------------------------------------------------------------- the pictures
@@ -371,7 +370,7 @@ def text(history: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True)
-    environment.filters["listed"] = _listed
+    environment.filters["listed"] = listed
 
     def put(study: str, weights: Weights, read: Callable[[Run], float] = top1, digits: int = 2) -> str:
         return Contrast("", [(study, weights)], read).difference.text(digits)
@@ -385,12 +384,11 @@ def text(history: Mapping[str, Any]) -> str:
     # Several studies may contain the same run. Runs with equal seed, connection and metrics count as one.
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
-    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
+    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study).values()])
               for study, floor in ridge.items() if is_published(study)]
     trainers = _json("trainers/agreement.json")
-    two, one, beside = decided(PART_TWO, holm), decided(PART_ONE, holm), decided(BESIDE, list)
-    rows = {row["hypothesis"].name: row for row in [*two, *one, *beside]}
-    vits = of_vits()
+    rows, vits = decisions(), of_vits()
+    two, one, beside = ([rows[each.name] for each in part] for part in (PART_TWO, PART_ONE, BESIDE))
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
     without = h1.without(*commits.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
@@ -436,9 +434,9 @@ def text(history: Mapping[str, Any]) -> str:
 def recommendation() -> str:
     """Return the answer to "Should I use it?" in one paragraph, from decided hypotheses and the paper."""
     rows = of_vits()
-    differences = _listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
+    differences = listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
     vit_b = section("accuracy")["vit_b"]["imagenet1k"]
-    pooling = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H3")
+    pooling = decisions()["H3"]["decision"]
     of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     answer = " ".join([
         f"For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs, trained for {epochs_of(rows)},",
@@ -446,7 +444,7 @@ def recommendation() -> str:
         f"paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet,",
         f"train with and without it: the difference is {RESNET} on Fashion-MNIST in one small network, and",
         f"{of_resnets} in the paper.",
-        *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling["decision"] == "confirmed"],
+        *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
         "For fine-tuning, nothing was tested ([advice](docs/settings.md#fine-tuning-pretrained-weights)). Not tested",
         f"either: {'; '.join(untested(rows))}. See [all results](docs/evidence.md)."])
     return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)

@@ -1,5 +1,17 @@
 """Replace generated parts of Markdown pages: the text between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 from pathlib import Path
+from typing import Iterable, Sequence
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return words as `one, two and three`."""
+    *most, final = words
+    return f"{', '.join(most)} and {final}" if most else final
 
 
 def begin(name: str) -> str:

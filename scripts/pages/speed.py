@@ -14,8 +14,9 @@ from typing import Iterable, Mapping, Sequence
 
 from timm_ortho.bench.launch import TINY
 from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
+from timm_ortho.lab.reporting.layout import grouped
 
-from .marked import replaced
+from .marked import listed, replaced, table
 
 NOT_MEASURED = "not measured"
 
@@ -77,18 +78,18 @@ def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
         cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values())]
         for (on, model, shape, layout), group in cases(measured, "models", "model", "shape", "layout").items()]
     if measured:
-        return markdown(["on", "model, batch", *COSTS], lines)
+        return table(["on", "model, batch", *COSTS], lines)
     for model, _, batch in (default.partition(":") for default in DEFAULTS["cuda"]["models"]):
         lines.append(["GPU", f"`{model.removesuffix('_ortho')}`, {batch}", *[NOT_MEASURED] * len(COSTS)])
-    table = markdown(["on", "model, batch", *COSTS], lines)
+    default_cases = table(["on", "model, batch", *COSTS], lines)
     steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
              for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
     if len(steps) < 2:
-        return table
+        return default_cases
     sentence = (f"Before the kernels were rewritten, a training step on one {old[0]['device']} took {steps['eager']} "
                 f"as long in eager mode, and {steps['compiled']} under `torch.compile` (bfloat16, [batches of 32 to "
                 "256](docs/speed.md#before-the-kernels-were-rewritten)).")
-    return table + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
+    return default_cases + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def subject(model: str, shape: str, layout: str) -> str:
@@ -111,7 +112,7 @@ def before(old: Sequence[BenchRow]) -> str:
         values = {(row["case"], row["column"]): row["value"] for row in mine}
         lines = [[case, *(values.get((case, column), "-") for column in columns)]
                  for case in dict.fromkeys(row["case"] for row in mine)]
-        parts += [f"{BEFORE[name]}:", markdown(["", *columns], lines)]
+        parts += [f"{BEFORE[name]}:", table(["", *columns], lines)]
     return "\n\n".join(parts)
 
 
@@ -120,7 +121,7 @@ def opening(rows: Sequence[BenchRow]) -> str:
     sentences = []
     for kind, on_cpu in (("GPU", False), ("CPU", True)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
-        steps = [f"For {name} ({_measured(mine, models)}), the change is {_listed(ranges)}."
+        steps = [f"For {name} ({_measured(mine, models)}), the change is {listed(ranges)}."
                  for name, models in SHOWN.items() if (ranges := [
                      f"{percent(of)} {how}" for mode, how in HOW.items()
                      if (of := ratios(mine, "models", models, mode))])]
@@ -158,10 +159,6 @@ def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in models if name in names)
 
 
-def _listed(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
-
-
 def times(matched: Sequence[float]) -> str:
     """Return the range of ratios as text, such as `1.05 to 1.34 times`."""
     low, high = (f"{end:.2f}" for end in (min(matched), max(matched)))
@@ -173,7 +170,7 @@ def section(rows: Sequence[BenchRow]) -> str:
     tables = []
     for what, (header, lines) in TABLES.items():
         cells = [*unmeasured(rows, what, len(header)), *lines(rows)]
-        tables.append(markdown(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
+        tables.append(table(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
     return "\n\n".join(filter(None, [*tables, sources(rows)]))
 
 
@@ -214,11 +211,8 @@ def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str
 
 
 def cases(rows: Iterable[BenchRow], what: str, *labels: str) -> dict[tuple[str, ...], list[BenchRow]]:
-    matched: dict[tuple[str, ...], list[BenchRow]] = {}
-    for row in rows:
-        if row["what"] == what:
-            matched.setdefault((device(row), *(row[label] for label in labels)), []).append(row)
-    return matched
+    return grouped((row for row in rows if row["what"] == what),
+                   lambda row: (device(row), *(row[label] for label in labels)))
 
 
 def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
@@ -290,10 +284,6 @@ def launch_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
         lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio"),
                       interval(ours, "shortest_ratio")])
     return lines
-
-
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
 
 
 TABLES = {"models": (MODELS_HEADER, model_lines), "operator": (OPERATOR_HEADER, operator_lines),

@@ -15,7 +15,7 @@ from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part, document, title_of
 from timm_ortho.lab.reporting.statistics import detected
 
-from .marked import replaced
+from .marked import replaced, table
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 LEFT_OUT = ("Plots", "Every run", "Method and terms")  # sections of the report that the page omits
@@ -105,13 +105,12 @@ def listing() -> str:
     order = sorted([*shipped(), *COST_STUDIES])
     listed = sorted(folders(), key=lambda folder: (order.index(study_of(folder)["name"]), folder.name))
     compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
-    lines = [
+    sentences = (
         f"The studies have {compared} differences to a baseline with a 95 % confidence interval. {apart} of these "
         f"intervals exclude zero. {adjusted} differences are detected after Holm's adjustment within each study. "
-        f"{CHANCE}", "",
-        "| study | repeats | data set, scale, seeds | differences | interval excludes zero | detected |",
-        "| --- " * 6 + "|"]
-    return "\n".join([*lines, *map(_line, listed)])
+        f"{CHANCE}")
+    header = ["study", "repeats", "data set, scale, seeds", "differences", "interval excludes zero", "detected"]
+    return f"{sentences}\n\n{table(header, map(_line, listed))}"
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
@@ -122,10 +121,8 @@ def counts(folder: Path) -> tuple[int, int, int]:
             sum(detected(difference["p_holm"]) for difference in differences))
 
 
-def _line(folder: Path) -> str:
-    study = study_of(folder)
-    compared, apart, adjusted = counts(folder)
-    numbers = f"{compared} | {apart} | {adjusted}" if compared else "- | - | -"
+def _line(folder: Path) -> list[str]:
+    study, numbers = study_of(folder), counts(folder)
     run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
-    return (f"| [{study['title']}](../model_cards/studies/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
-            f"| {numbers} |")
+    return [f"[{study['title']}](../model_cards/studies/study_{folder.name}.md)", study["paper"] or "-", run_on,
+            *(map(str, numbers) if numbers[0] else "---")]

@@ -76,7 +76,7 @@ def test_equal_differences_decide_no_hypothesis(runs, only_study):
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
-    assert equal.ends(0.9) == (-float("inf"), float("inf"))
+    assert equal.measured(0.9).ends == (-float("inf"), float("inf"))
     assert not equal.within(5.0)
     assert equal.pooled.half_width is None
     assert contrasts.unpaired([1.0, 1.0], [2.0, 2.0]).p is None

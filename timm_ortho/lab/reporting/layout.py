@@ -142,8 +142,7 @@ class Layout:
             keys = keys if fits else None
         if not isinstance(keys or {}, Mapping):
             raise LabError(f"report must be a mapping, not {keys!r}")
-        # older studies have the key `figures` instead of `plots`
-        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}
+        keys = keys or {}
         check_names(keys, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
         generic = not keys.keys() & {"rows", "columns"}
         layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})

@@ -43,6 +43,7 @@ _MARKERS = "vPX<>d*h"
 _NARROW = 4.0  # width of a narrow plot in inches
 
 Name = Callable[[Run], str]
+Points = Callable[[Run], Mapping[float, Optional[float]]]  # returns the points of a run's curve, y by x
 Options = Mapping[str, Any]
 
 
@@ -188,23 +189,20 @@ def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], nam
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
-    """Return a line of a panel, with a curve for each run. `x` and `y` read the coordinates of a point from a row.
-
-    A curve has None where its run has no point.
-    """
-    by_run = [{x(row): y(row) for row in rows(run)} for run in runs]
+def _line(look: Mapping, runs: Sequence[Run], points: Points) -> tuple:
+    """Return a line of a panel, with a curve for each run. A curve has None where its run has no point."""
+    by_run = list(map(points, runs))
     every_x = sorted(set().union(*by_run))
-    return look, every_x, [[points.get(at) for at in every_x] for points in by_run]
+    return look, every_x, [[of_run.get(at) for at in every_x] for of_run in by_run]
 
 
-def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
+def _panel(title: str, runs: Sequence[Run], name: Name, points: Points, among: Sequence[Run] = ()) -> Panel:
     """Return a panel with a line for each name.
 
     Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
     """
     names = list(grouped(among or runs, name))
-    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
+    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, points)
                          for line, members in grouped(runs, name).items()})
 
 
@@ -232,10 +230,11 @@ def _history(
         scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "", steps: Optional[int] = None,
 ) -> Panel:
     """Return a panel with a column of the history by epoch or, if `steps` is the number of steps per epoch, by step."""
+    def points(run: Run) -> dict[float, Optional[float]]:
+        return {(row["epoch"] + 1) * (steps or 1): row.get(column) for row in run["history"]}
+
     title = _HISTORY[column].format(scene.layout.images)
-    panel = _panel(f"{part}: {title}" if part else title, runs, name, lambda run: run["history"],
-                   lambda row: (row["epoch"] + 1) * (steps or 1), lambda row: row.get(column),
-                   among=scene.having("history"))
+    panel = _panel(f"{part}: {title}" if part else title, runs, name, points, among=scene.having("history"))
     panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
     panel.below = "training step" if steps else "epoch"
     panel.log, panel.chance = column.endswith("loss"), scene.layout.chance if column == "eval_top1" else None
@@ -326,8 +325,9 @@ def _stream(scene: Scene, options: Options) -> Iterator[Picture]:
     if not runs:
         return
     sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
-    panels = [_panel(f"{title}, after training", runs, name, lambda run: list(enumerate(run["probe"][-1]["sites"])),
-                     lambda row: row[0], lambda row, read=read: read(row[1])) for title, read in _PROBES.values()]
+    panels = [_panel(f"{title}, after training", runs, name,
+                     lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))))
+              for title, read in _PROBES.values()]
     yield _drawing(
         "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
         f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
@@ -344,14 +344,15 @@ def _stream(scene: Scene, options: Options) -> Iterator[Picture]:
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
     """Return a panel with a line for each block. Of more than eight blocks, the legend lists the first and last."""
+    def points(run: Run, layer: int) -> dict[float, float]:
+        return {probe["epochs_done"]: _mean(read(site) for site in probe["sites"] if site["layer"] == layer)
+                for probe in run["probe"]}
+
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
-    lines = {}
-    for layer in layers:
-        named = layer in (layers[0], layers[-1]) or len(layers) <= 8
-        lines[f"{'' if named else '_'}block {layer}"] = _line(
-            _look(layer, layers[-1]), runs, lambda run: run["probe"], lambda probe: probe["epochs_done"],
-            lambda probe, layer=layer: _mean(read(site) for site in probe["sites"] if site["layer"] == layer))
-    return Panel(title, lines)
+    named = layers if len(layers) <= 8 else (layers[0], layers[-1])
+    return Panel(title, {
+        f"{'' if layer in named else '_'}block {layer}": _line(
+            _look(layer, layers[-1]), runs, partial(points, layer=layer)) for layer in layers})
 
 
 def _mean(values: Iterable[Optional[float]]) -> float:
@@ -385,7 +386,7 @@ def _traces(scene: Scene, options: Options) -> Iterator[Picture]:
         for measure, source in _SOURCES.items():
             if not any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
                 continue
-            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, *_trace(site, measure))
+            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, _trace(site, measure))
                       for layer, site in sites]
             for panel, (layer, _) in zip(panels, sites, strict=True):
                 step = steps.get((measure, layer, kind))
@@ -397,10 +398,10 @@ def _traces(scene: Scene, options: Options) -> Iterator[Picture]:
                 panels, "training step")
 
 
-def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
-    """Return the arguments of `_line` that read a site's records."""
-    return (lambda run: [row for row in run["dynamics"] if row["name"] == site], lambda row: row["step"],
-            branch if measure == "branch" else lambda row: row.get(measure))
+def _trace(site: str, measure: str) -> Points:
+    """Return a function that reads a measure by step from a site's records."""
+    return lambda run: {row["step"]: branch(row) if measure == "branch" else row.get(measure)
+                        for row in run["dynamics"] if row["name"] == site}
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
@@ -429,7 +430,7 @@ def _last_branch(scene: Scene, options: Options) -> Iterator[Picture]:
     name = scene.lines(options)
     for part, runs in scene.parts(options, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
-        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, *_trace(site, measure))
+        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, _trace(site, measure))
                   for measure in ("orthogonal", "parallel", "branch")]
         caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
                    f"logarithmic y axes. {options.get('caption', '')}")
@@ -443,7 +444,7 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Picture]:
     parts = scene.parts(options, runs)
     for kind, sites in _sites(runs).items():
         panels = [Panel(f"{part} start: {TRACES[measure]}" if part else TRACES[measure],
-                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, *_trace(site, measure))
+                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, _trace(site, measure))
                          for layer, site in sites})
                   for measure in ("rho", "theta") for part, members in parts]
         yield _drawing(
