@@ -20,6 +20,7 @@ from timm_ortho.lab.reporting.report import Part
 from timm_ortho.lab.reporting.statistics import Difference, paired_difference, pooled_contrasts, student_interval
 
 from . import studies
+from .marked import span
 
 Weights = Mapping[tuple, float]  # values of a study's axes and the connection -> weight
 Run = Mapping[str, Any]
@@ -85,7 +86,7 @@ class Comparison:
     @property
     def of_paper(self) -> str:
         """The range of the paper's effects, such as `+0.79 to +2.75`; empty if the paper has no such effect."""
-        return span(list(self.paper.values())) if self.paper else ""
+        return span(self.paper.values(), "{:+.2f}") if self.paper else ""
 
     def measured(self, level: float = 0.95) -> Difference:
         """Return the mean difference with its two-sided interval."""
@@ -288,11 +289,6 @@ def unpaired(one: Sequence[float], other: Sequence[float], level: float = 0.95) 
 
 def _paired(values: Sequence[float], level: float = 0.95) -> Difference:
     return paired_difference(values, [0.0] * len(values), level)
-
-
-def span(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
 
 
 def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights:

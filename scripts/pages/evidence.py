@@ -42,7 +42,6 @@ from .contrasts import (
     runs_of,
     setting_of,
     settings_of,
-    span,
     switch,
     top1,
     unpaired,
@@ -69,7 +68,7 @@ from .hypotheses import (
     explored,
     rank_slope,
 )
-from .marked import listed, replaced
+from .marked import listed, replaced, span
 
 
 def _json(name: str) -> Mapping[str, Any]:
@@ -144,6 +143,7 @@ def _augmentation(options: Any) -> str:
     return ", ".join([f"crop of {100 * options.scale[0]:.0f} to 100 % of the area", "flip", *strong])
 
 
+OF_RESNETS = span((gain for model in RESNETS for gain in GAINS[model].values()), "{:+.2f}")  # in the paper
 EXPECTED = 0.4  # the difference that ten pairs should detect with 80 % power according to hypotheses.md, in points
 PAPERS = {CIFAR: ("torch/cifar10", "vit_s_cifar10"), TINY: ("", "vit_s_tiny_imagenet")}  # data set and recipe
 DATA = {"C2": "Tiny ImageNet", "C1": "CIFAR-10", "H1": "Fashion-MNIST"}  # data set of each hypothesis on ViTs' accuracy
@@ -156,7 +156,7 @@ def pairs(contrast: Contrast) -> dict[str, str]:
     return {"pairs of runs": str(contrast.seeds),
             "mean accuracy of linear, %": f"{linear:.2f}",
             "mean accuracy of F, %": f"{feature:.2f}",
-            "F − linear in single pairs, points": span(contrast.values),
+            "F − linear in single pairs, points": span(contrast.values, "{:+.2f}"),
             "detectable, points": f"{detectable_points(contrast):.2f}",
             "trained on": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
 
@@ -209,13 +209,12 @@ def answers() -> dict[str, str]:
     of_data = listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
-    of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
         "ViTs": f"F − linear is {of_data}. F's training loss is lower on {lower_loss(measured)}"
                 f"{higher_test_loss(measured)}.",
         "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
-                   f"tuned). In the paper, it is {RESNET.of_paper} for ResNetV2-18 and {of_resnets} for all ResNetV2s.",
+                   f"tuned). In the paper, it is {RESNET.of_paper} for ResNetV2-18 and {OF_RESNETS} for all ResNetV2s.",
         "Learning rates":
             f"F loses less accuracy than linear if the rate is far too high. According to a fitted line, F − linear "
             f"changes by {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST for a tenfold "
@@ -288,7 +287,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 def epochs_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the numbers of epochs of the runs, such as "10 to 20 epochs"."""
     epochs = [len(run["history"]) for row in rows for run in row["hypothesis"].contrast.runs]
-    return f"{min(epochs)} to {max(epochs)} epochs" if min(epochs) < max(epochs) else f"{max(epochs)} epochs"
+    return f"{span(epochs, '{}')} epochs"
 
 
 def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -437,13 +436,12 @@ def recommendation() -> str:
     differences = listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
     vit_b = section("accuracy")["vit_b"]["imagenet1k"]
     pooling = decisions()["H3"]["decision"]
-    of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     answer = " ".join([
         f"For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs, trained for {epochs_of(rows)},",
         f"top-1 accuracy minus that of plain addition is {differences} (points, 95 % confidence intervals). In the",
         f"paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet,",
         f"train with and without it: the difference is {RESNET} on Fashion-MNIST in one small network, and",
-        f"{of_resnets} in the paper.",
+        f"{OF_RESNETS} in the paper.",
         *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
         "For fine-tuning, nothing was tested ([advice](docs/settings.md#fine-tuning-pretrained-weights)). Not tested",
         f"either: {'; '.join(untested(rows))}. See [all results](docs/evidence.md)."])

@@ -8,6 +8,12 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
 
 
+def span(values: Iterable[float], form: str) -> str:
+    """Return the lowest and the highest value as `1.05 to 1.34`, or one number if both have the same text."""
+    values = list(values)
+    return " to ".join(dict.fromkeys(form.format(end) for end in (min(values), max(values))))
+
+
 def listed(words: Iterable[str]) -> str:
     """Return words as `one, two and three`."""
     *most, final = words

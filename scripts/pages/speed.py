@@ -16,7 +16,7 @@ from timm_ortho.bench.launch import TINY
 from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
 from timm_ortho.lab.reporting.layout import grouped
 
-from .marked import listed, replaced, table
+from .marked import listed, replaced, span, table
 
 NOT_MEASURED = "not measured"
 
@@ -124,7 +124,7 @@ def opening(rows: Sequence[BenchRow]) -> str:
         steps = [f"For {name} ({_measured(mine, models)}), the change is {listed(ranges)}."
                  for name, models in SHOWN.items() if (ranges := [
                      f"{percent(of)} {how}" for mode, how in HOW.items()
-                     if (of := ratios(mine, "models", models, mode))])]
+                     if (of := ratios(mine, models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
@@ -141,16 +141,15 @@ def opening(rows: Sequence[BenchRow]) -> str:
     return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
 
 
-def ratios(rows: Iterable[BenchRow], what: str, models: Sequence[str], mode: str) -> list[float]:
+def ratios(rows: Iterable[BenchRow], models: Sequence[str], mode: str) -> list[float]:
     """Return the times of a training step relative to linear connections, in every layout and precision."""
-    return [float(row["ratio_p50"]) for row in rows if row["what"] == what and row["model"] in models
+    return [float(row["ratio_p50"]) for row in rows if row["what"] == "models" and row["model"] in models
             and row["candidate"] == "ortho" and (row["step"], row["mode"]) == ("training", mode) and row["ratio_p50"]]
 
 
 def percent(matched: Sequence[float]) -> str:
     """Return the range of ratios in percent, such as `+7 to +17 %`."""
-    low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(matched), max(matched)))
-    return f"{low} %" if low == high else f"{low} to {high} %"
+    return f"{span((round(100 * (ratio - 1)) for ratio in matched), '{:+d}')} %"
 
 
 def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
@@ -161,8 +160,7 @@ def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
 
 def times(matched: Sequence[float]) -> str:
     """Return the range of ratios as text, such as `1.05 to 1.34 times`."""
-    low, high = (f"{end:.2f}" for end in (min(matched), max(matched)))
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    return f"{span(matched, '{:.2f}')} times"
 
 
 def section(rows: Sequence[BenchRow]) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, without_nan
 from .. import LabError, one_line, whole_file, write_text
+from .layout import grouped
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
@@ -64,11 +65,11 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     study, runs = values["study"], values["runs"]
     if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
-            for run in runs:
-                run[key] = []
             file = folder / f"{table}.csv.gz"
-            for row in _read_table(file) if file.is_file() else ():
-                _add(runs[row.pop("run")][key], row, probe=table == "probe")
+            by_run = grouped(_read_table(file) if file.is_file() else (), lambda row: row.pop("run"))
+            for number, run in enumerate(runs):
+                rows = by_run.get(number, [])
+                run[key] = _probes(rows) if table == "probe" else rows
     return study, runs, values["recorded"]
 
 
@@ -88,15 +89,10 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         yield from ({**rest, **site} for site in row["sites"]) if "sites" in row else [rest]
 
 
-def _add(rows: Rows, row: dict[str, Any], probe: bool) -> None:
-    """Append a row. The sites of one probe are collected in one list."""
-    if not probe:
-        rows.append(row)
-        return
-    epochs_done = row.pop("epochs_done")
-    if not rows or rows[-1]["epochs_done"] != epochs_done:
-        rows.append({"epochs_done": epochs_done, "sites": []})
-    rows[-1]["sites"].append(row)
+def _probes(rows: Rows) -> Rows:
+    """Collect the sites of each probe of a run in one list."""
+    by_epoch = grouped(rows, lambda row: row.pop("epochs_done"))
+    return [{"epochs_done": epochs, "sites": sites} for epochs, sites in by_epoch.items()]
 
 
 def _write_table(file: Path, rows: Rows, digits: int) -> None:
