@@ -12,9 +12,9 @@ from timm.models import is_model
 
 from timm_ortho.lab import LabError, read_user_yaml
 from timm_ortho.lab.folder import RunPlan, Stage
-from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.lab.running.timm_script import torchrun
+from timm_ortho.lab.train_options import defaults
 from timm_ortho.models.names import similar_variants
 from timm_ortho.runs.folders import import_modules
 
@@ -45,10 +45,10 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
     unset = dict.fromkeys(("device", "amp", "grad_accum_steps"))
     parser.set_defaults(**{**unset, **values, "batch_size": None, "output": values.get("output") or "output/train"})
     parsed = parser.parse_args(options)
-    gpus = torch.cuda.device_count()
+    gpus = 0 if parsed.device == "cpu" else torch.cuda.device_count()
     plan = RunPlan(str(script), [], gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
     if plan.processes > 1 and not gpus:
-        raise LabError("several processes need GPUs, but PyTorch finds none: unset NPROC_PER_NODE and NNODES")
+        raise LabError("several processes need GPUs, but the device is the CPU: unset NPROC_PER_NODE and NNODES")
     if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, different on each machine) and "
                        "MASTER_ADDR (the address of machine 0)")

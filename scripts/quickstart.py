@@ -2,6 +2,7 @@
 
     python -m scripts.quickstart
 """
+import argparse
 from pathlib import Path
 
 import nbformat
@@ -27,4 +28,5 @@ def execute(file: Path = FILE) -> nbformat.NotebookNode:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.partition("\n")[0]).parse_args()
     nbformat.write(execute(), FILE)

@@ -33,7 +33,16 @@ import torch
 from torch import Tensor, nn
 
 from ._bytecode import uses
-from ._checks import IMPORT_HINT, check_count, check_eps, check_new_name, check_prob, check_weight, known_name
+from ._checks import (
+    IMPORT_HINT,
+    check_count,
+    check_eps,
+    check_new_name,
+    check_prob,
+    check_tensors,
+    check_weight,
+    known_name,
+)
 from ._compat import has_hooks
 from .functional import KEEPS, checked_update, update_with_norm
 from .masks import CAUSAL_MASK, MASK_LAYOUTS, real_tokens
@@ -190,7 +199,10 @@ class LinearConnection(Connection):
     """
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        x = self.carried(x)
+        if self.skip is not None:
+            x = self.carried(x)
+            if not torch.jit.is_scripting() and isinstance(x, Tensor) and x.shape != f.shape:  # FX's proxies have none
+                check_tensors(x, f, None)
         return f + x if self.branch_first else x + f
 
     def extra_repr(self) -> str:

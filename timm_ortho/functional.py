@@ -13,8 +13,19 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import is_intercepted, is_recorded, is_transformed, own_parameters
-from .update.backend import BACKENDS, cached_plan, choose_backend, default, use_backend
+from ._compat import has_hooks, is_intercepted, is_recorded, is_transformed, own_parameters
+from .update.backend import (
+    BACKENDS,
+    NORMS,
+    choose_backend,
+    fuses_norm,
+    kernels_for,
+    norm_plan_key,
+    norm_plans,
+    plan_key,
+    plans,
+    use_backend,
+)
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
 from .update.gradient import KernelUpdate, TorchUpdate, are
 
@@ -120,8 +131,9 @@ def checked_update(
     Only the tensors and ``dims`` are checked here. Connections check their arguments at construction, because repeated
     checks take a noticeable share of a small model's time.
     """
-    if mask is None:
-        plan = cached_plan(x, f, dims, eps, a, b, keep_branch, backend)
+    kernels = kernels_for(x, backend) if mask is None else None
+    if kernels is not None and type(f) is Tensor and not (x.is_nested or f.is_nested or is_intercepted()):
+        plan = plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, kernels))
         if plan is not None:  # earlier tensors with these shapes, strides and dtypes passed the following checks
             return by_kernels(plan, x, f, a, b)
     if not (isinstance(x, Tensor) and isinstance(f, Tensor)) and has_torch_function_variadic(x, f):  # FX proxies
@@ -172,17 +184,22 @@ def update_with_norm(
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
     hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
     """
-    if (choose_backend(x, f, backend, norm) != "triton with norm" or x.shape != f.shape or x.device != f.device
-            or is_intercepted()):
+    name = kernels_for(x, backend)
+    if (name is None or type(f) is not Tensor or type(norm) not in NORMS or not fuses_norm() or is_intercepted()
+            or has_hooks(norm)):
         return None
-    kernels = _norm_kernels()
-    plan = kernels.norm_plan_of(x, f, eps, norm, (backend or default()) == "auto")
     parameters = own_parameters(norm)
     w, c = parameters.get("weight"), parameters.get("bias")
+    key = norm_plan_key(x, f, norm, w, c, eps, name)
+    plan = norm_plans.get(key)
+    if plan is None:
+        if choose_backend(x, f, backend, norm) != "triton with norm" or x.shape != f.shape or x.device != f.device:
+            return None
+        plan = _norm_kernels().make_plan(key, x, f, eps, norm, name == "auto")
     if torch.is_grad_enabled() and (
             x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
             or (c is not None and c.requires_grad)):
-        return kernels.NormUpdate.apply(x, f, plan, w, c)[:2]
+        return _norm_kernels().NormUpdate.apply(x, f, plan, w, c)[:2]
     return plan.forward(x, f, w, c, False)[:2]
 
 

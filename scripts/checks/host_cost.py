@@ -52,8 +52,8 @@ def without_launches() -> Iterator[None]:
     original = kernels.Launch
 
     def use(launch: Any) -> None:
-        backend._plans.clear()
-        backend._norm_plans.clear()
+        backend.plans.clear()
+        backend.norm_plans.clear()
         kernels.Launch = norm_kernels.Launch = launch
 
     use(NoLaunch)

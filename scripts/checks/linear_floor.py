@@ -7,8 +7,8 @@ scikit-learn's RidgeClassifier on pixels between 0 and 1. `top1` is its validati
 strength alpha = 1. `best` is its highest validation accuracy over the values of alpha in `ALPHAS`. A network with a
 lower accuracy has learned less than a linear map, so differences between such networks mean little.
 """
+import argparse
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Iterable
@@ -54,4 +54,7 @@ def main(runs: Iterable[Path], file: Path = FILE) -> None:
 
 
 if __name__ == "__main__":
-    main(map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.checks.linear_floor", description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    main(parser.parse_args().runs)

@@ -1,13 +1,17 @@
-"""Choose learning rates and a recipe by the preregistered rules in docs/hypotheses.md, section S0.
+"""Choose learning rates by the preregistered rules in docs/hypotheses.md, sections S0 and D2.
 
-    python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
+    python -m scripts.checks.rates FOLDER ...    output folders of `timm-ortho study run` of one of these studies
 
-The study `cifar_rates` has runs with two recipes, `paper` and `clipped`. Both must pass a gate, because study S3 uses
-both. Their accuracy must exceed the accuracy of ridge regression by a minimum margin. Their networks must not have
-fitted all labels: their training loss must exceed the lowest possible loss by a minimum margin. The exit status is 1 if
-runs are missing, a recipe does not pass the gate, or a chosen rate of the chosen recipe is the lowest or highest of the
-tried rates.
+For the study `cifar_resnet18_rates`, each connection gets the lowest rate whose mean accuracy is nearly the best. The
+exit status is 1 if runs are missing.
+
+The study `cifar_rates` has runs with two recipes, `paper` and `clipped`, and one of them is chosen, too. Both must pass
+a gate, because study S3 uses both. Their accuracy must exceed the accuracy of ridge regression by a minimum margin.
+Their networks must not have fitted all labels: their training loss must exceed the lowest possible loss by a minimum
+margin. The exit status is 1 if runs are missing, a recipe does not pass the gate, or a chosen rate of the chosen recipe
+is the lowest or highest of the tried rates.
 """
+import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -143,13 +147,16 @@ def accepted(recipes: Mapping[str, Chosen]) -> bool:
 
 
 def main(folders: Sequence[Path]) -> int:
-    if not folders:
-        raise SystemExit(__doc__)
     parts = collect(folders).values()
     missing = [name for _, _, unfinished in parts for name in unfinished]
     if missing:
         print(f"not finished: {', '.join(missing)}", file=sys.stderr)
     runs = [run for _, of, _ in parts for run in of]
+    if "recipe" not in runs[0]["cell"]:
+        for connection, of in means_of(runs).items():
+            means = ", ".join(f"{mean:.2f} % at {rate:g}" for rate, mean in of.items())
+            print(f"{connection}: {choose(of, NEARLY):g} is chosen ({means})")
+        return int(bool(missing))
     first = min(folders[0].glob("*/run.yaml")).parent
     options = RunPlan.read(first).stages[0].options
     recipes = by_recipe(runs, linear_floor.floor(first)["best"],
@@ -159,4 +166,6 @@ def main(folders: Sequence[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(folder) for folder in sys.argv[1:]]))
+    parser = argparse.ArgumentParser(prog="python -m scripts.checks.rates", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="output folder of timm-ortho study run")
+    sys.exit(main(parser.parse_args().folders))

@@ -13,15 +13,17 @@ from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
 # Headings of hypotheses.md. The commit that added a heading is the commit that added the rules of this part.
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two", "three": "## Rules for part three"}
+PREFIXES = {  # of the names of studies
+    "one": ("confirm_",), "two": ("cifar_accuracy", "cifar_factors", "cifar_rates", "cifar_width", "tiny_imagenet_"),
+    "three": ("cifar_resnet18", "cifar_vit_small")}
 DIFFERING = {"processors": "cpu", "torch": "torch", "timm": "timm", "commits": "commit"}  # title -> key of a run
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
 def studies_of(part: str) -> list[str]:
     """Return the folders of the published studies of one part of hypotheses.md."""
-    prefixes = {"one": ("confirm_",), "two": ("cifar_", "tiny_imagenet_")}[part]
-    return [folder.name for folder in studies.folders() if folder.name.startswith(prefixes)]
+    return [folder.name for folder in studies.folders() if folder.name.startswith(PREFIXES[part])]
 
 
 def recorded() -> dict[str, Any]:

@@ -54,6 +54,7 @@ from .hypotheses import (
     GAINS,
     NAMES,
     PART_ONE,
+    PART_THREE,
     PART_TWO,
     RANKS,
     RATE_STUDIES,
@@ -225,8 +226,8 @@ def answers() -> dict[str, str]:
 
 def decisions() -> dict[str, dict]:
     """Return the rows of `decided` by the name of the hypothesis. Holm's method adjusts p within each part."""
-    rows = [*decided(PART_TWO, holm), *decided(PART_ONE, holm), *decided(BESIDE, list)]
-    return {row["hypothesis"].name: row for row in rows}
+    families = [row for family in (PART_TWO, PART_THREE, PART_ONE) for row in decided(family, holm)]
+    return {row["hypothesis"].name: row for row in [*families, *decided(BESIDE, list)]}
 
 
 def of_vits() -> list[dict]:
@@ -307,7 +308,7 @@ def pictures() -> dict[str, Figure]:
     by epoch, and the training of C1 and C2 by step and by time.
     """
     compared = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
-    compared = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + compared
+    compared = [one.contrast for one in (*PART_THREE, *PART_TWO, *PART_ONE) if one.is_run] + compared
     every = []
     for folder in studies.folders():
         for entry in studies.summary(folder):
@@ -377,7 +378,7 @@ def text(history: Mapping[str, Any]) -> str:
     def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
         return fmean(read(run) for run in runs_of(study) if setting_of(run) == tuple(setting))
 
-    confirming = commits.studies_of("one") + commits.studies_of("two")
+    confirming = [study for part in commits.RULES for study in commits.studies_of(part)]
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.trains(folder)]
     # Several studies may contain the same run. Runs with equal seed, connection and metrics count as one.
@@ -387,13 +388,12 @@ def text(history: Mapping[str, Any]) -> str:
               for study, floor in ridge.items() if is_published(study)]
     trainers = _json("trainers/agreement.json")
     rows, vits = decisions(), of_vits()
-    two, one, beside = ([rows[each.name] for each in part] for part in (PART_TWO, PART_ONE, BESIDE))
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
     without = h1.without(*commits.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
         ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
     return environment.get_template("evidence.md.jinja").render(
-        answers=answers(), families={"C1 to C4": two, "H1 to H5": one}, beside=beside, rows=rows, explored=explored(),
+        answers=answers(), rows=rows, beside=[rows[one.name] for one in BESIDE], explored=explored(),
         elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference, placed=placed, switch=switch,
         transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine, learned_theta=learned_theta,
         last_branch=last_branch, late_cosine=late_cosine, later_ranks=rank_slope(RANKS[1:]),
@@ -421,10 +421,12 @@ def text(history: Mapping[str, Any]) -> str:
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
         history=history, elsewhere_made={part: commits.elsewhere(part, history) for part in commits.RULES},
-        not_run="" if is_published(f"cifar_factors-{CIFAR}-small") else "the factors of C3 and C4; ",
+        not_run="".join(f"{words}; " for words, study in (
+            ("ResNets on CIFAR", "cifar_resnet18"), ("the factors of C3 and C4", "cifar_factors"))
+                        if not is_published(f"{study}-{CIFAR}-small")),
         without_runs=[title for title, study in (("S3", "cifar_factors"), ("S4", "cifar_width"))
                       if not is_published(f"{study}-{CIFAR}-small")],
-        made_after=commits.made_after("two", history),
+        made_after={part: commits.made_after(part, history) for part in ("two", "three")},
         mixed=[pair for part in commits.RULES for pair in commits.mixed_pairs(part)],
         without_paper=[name for name in design.shipped() if not design.has_scale(name, "paper")],
         detectable=detectable, names=NAMES)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Callable
 
-from timm_ortho.lab.costs import report as cost_report
+from timm_ortho.lab.costs import cost_report
 from timm_ortho.lab.planning.design import COST_STUDIES, load, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read

@@ -8,7 +8,7 @@ import torch
 
 from timm_ortho.bench import clock as clock_module
 from timm_ortho.bench.clock import Candidate, Clock, measure, saved_bytes
-from timm_ortho.bench.report import rows
+from timm_ortho.bench.results import rows
 
 
 class FakeClock:

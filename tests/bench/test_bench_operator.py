@@ -12,7 +12,7 @@ from helpers.bench_runs import TRACED, run
 
 from timm_ortho import bench
 from timm_ortho.bench import operator
-from timm_ortho.bench.report import COLUMNS, METRICS
+from timm_ortho.bench.results import COLUMNS, METRICS
 from timm_ortho.functional import plain_update
 from timm_ortho.runs import provenance
 

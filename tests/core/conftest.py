@@ -32,7 +32,7 @@ def auto_is_triton(monkeypatch):
         return None if name == "torch" or type(x) is not torch.Tensor or torch.compiler.is_compiling() else name
 
     monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
-    monkeypatch.setattr(backends, "kernels_for", kernels_for)
+    monkeypatch.setattr(functional, "kernels_for", kernels_for)
     monkeypatch.setattr(connections, "kernels_for", kernels_for)
     monkeypatch.setattr(backends, "_agrees", {})
 
@@ -41,8 +41,8 @@ def auto_is_triton(monkeypatch):
 def plans():
     """Forget the plans of earlier tests, because plans hold the functions that they call."""
     def forget():
-        backends._plans.clear()
-        backends._norm_plans.clear()
+        backends.plans.clear()
+        backends.norm_plans.clear()
 
     forget()
     yield

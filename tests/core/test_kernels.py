@@ -71,12 +71,12 @@ def test_a_compiled_kernel_is_launched_again_directly(monkeypatch):
     kernel, aligned = MockKernel(), torch.zeros(9)
     launch = kernels.Launch(kernel, 7, (0.5, 3), 4, torch.device("cpu"))
     for pointers in ((aligned, None), (aligned, None), (aligned[1:], None), (aligned, None)):
-        launch(*pointers)
+        launch(kernels.addresses_of(*pointers), *pointers)
     assert [how for how, *_ in kernel.launches] == ["jit", "again", "jit", "again"]  # an address of 4 bytes more: jit
     assert {grid for _, grid, *_ in kernel.launches} == {(7,), (7, 1, 1)}
     assert all(args[1:] == (None, 0.5, 3) for _, _, args, *_ in kernel.launches)
     kernel.pre_run_hooks.append(print)
-    launch(aligned, None)
+    launch(0, aligned, None)
     assert kernel.launches[-1][0] == "jit"
 
 
@@ -91,7 +91,7 @@ def test_kernels_that_cannot_be_launched_directly(reason, monkeypatch):
             self.launches.append(("jit", grid, args, options)))})()
     launch = kernels.Launch(kernel, 7, (), 4, torch.device("cpu"))
     for _ in range(2):
-        launch(torch.zeros(4))
+        launch(0, torch.zeros(4))
     assert [how for how, *_ in kernel.launches] == ["jit", "jit"]
 
 
@@ -140,6 +140,33 @@ def test_results_are_reproducible(backend, layout):
     # The deterministic mode fills new memory with NaN, which would show in results.
     assert all(torch.isfinite(result).all() for result in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------------------------------------- plans
+CHANGES = {  # of a call with a stream of shape [2, 3, 20] and the defaults
+    "shape": lambda x, f: ((x[:1], f[:1]), {}),
+    "strides": lambda x, f: ((x.mT.contiguous().mT, f.mT.contiguous().mT), {}),
+    "strides of x": lambda x, f: ((x.mT.contiguous().mT, f), {}),
+    "strides of f": lambda x, f: ((x, f.mT.contiguous().mT), {}),
+    "dtypes": lambda x, f: ((x.double(), f.double()), {}),
+    "dim": lambda x, f: ((x, f), dict(dim=1)),
+    "eps": lambda x, f: ((x, f), dict(eps=9.0)),
+    "parallel": lambda x, f: ((x, f), dict(parallel=0.5)),
+    "orthogonal": lambda x, f: ((x, f), dict(orthogonal=0.5)),
+    "learned parallel": lambda x, f: ((x, f), dict(parallel=weight("a"))),
+    "learned orthogonal": lambda x, f: ((x, f), dict(orthogonal=weight("b"))),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_used_again_only_for_its_own_case(change):
+    case = tensors((2, 3, 20))[:2], {}
+    for (x, f), arguments in (case, CHANGES[change](*case[0]), case):
+        measured, expected = (
+            results(lambda x, f: residual_update(x, f, backend=backend, **arguments), dict(x=x, f=f), "xf",  # noqa: B023
+                    torch.ones_like(x)) for backend in ("triton", "torch"))
+        torch.testing.assert_close(measured, expected)
 
 
 # ------------------------------------------------------------------------------------------ memory in inference

@@ -8,14 +8,14 @@ import functools
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, SINGLE, kernels, needs_triton, tensors
+from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, EPS, SINGLE, kernels, needs_triton, tensors
 from helpers.norm_cases import in_one_step, in_two_steps, made
 from timm.layers import LayerNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import FeatureConnection, connect
-from timm_ortho.functional import use_backend
+from timm_ortho.functional import update_with_norm, use_backend
 from timm_ortho.update import backend as backends
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("no_default_backend", "auto_is_triton")]
@@ -97,9 +97,9 @@ def steps(change, backend="triton", shape=(2, 3, 20)):
     with use_backend(backend):
         x, f, connection, norm = change(x, f, connection, norm) or (x, f, connection, norm)
         expected = (y := connection(x, f)), norm(y)
-        before = len(backends._norm_plans)
+        before = len(backends.norm_plans)
         torch.testing.assert_close(connection.with_norm(x, f, norm), expected)
-    return len(backends._norm_plans) > before
+    return len(backends.norm_plans) > before
 
 
 def hooked(name):
@@ -146,9 +146,59 @@ def test_one_step_or_two(case):
     assert steps(change) is expected
 
 
+def with_gaps(tensor):
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+CHANGES = {  # of the tensors, the connection or the norm after a call with x, f, FeatureConnection() and LayerNorm(20)
+    "size": lambda x, f, c, n: (x[:1], f[:1], c, n),
+    "strides": lambda x, f, c, n: (with_gaps(x), with_gaps(f), c, n),
+    "strides of f": lambda x, f, c, n: (x, with_gaps(f), c, n),
+    "dtypes": lambda x, f, c, n: (x.double(), f.double(), c, copy.deepcopy(n).double()),
+    "dtype of f": lambda x, f, c, n: (x, f.to(BRAIN), c, n),
+    "eps": lambda x, f, c, n: (x, f, FeatureConnection(eps=9.0), n),
+    "eps of the norm": lambda x, f, c, n: (x, f, c, nn.LayerNorm(20, eps=9.0)),
+    "normalized axes": lambda x, f, c, n: (x, f, c, nn.LayerNorm([3, 20], elementwise_affine=False)),
+    "kind of norm": lambda x, f, c, n: (x, f, c, nn.RMSNorm(20, eps=n.eps, elementwise_affine=False)),
+    "without weight": lambda x, f, c, n: (x, f, c, nn.LayerNorm(20, elementwise_affine=False)),
+    "without bias": lambda x, f, c, n: (x, f, c, nn.LayerNorm(20, bias=False)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_plan_is_used_again_only_for_its_own_case(change, affine):
+    x, f, _ = tensors((2, 3, 20))
+    case = x, f, FeatureConnection(), nn.LayerNorm(20, elementwise_affine=affine).to(DEVICE)
+    changed = [part.to(DEVICE) if isinstance(part, nn.Module) else part for part in CHANGES[change](*case)]
+    with use_backend("triton"):
+        for x, f, connection, norm in (case, changed, case):
+            upstream = [torch.randn_like(x + f) for _ in range(2)]
+            expected = gradients(lambda x, f, n: ((y := connection(x, f)), n(y)), x, f, norm, upstream)  # noqa: B023
+            torch.testing.assert_close(gradients(connection.with_norm, x, f, norm, upstream), expected)
+
+
+def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
+    x, f, _ = tensors((2, 3, 20))
+    norm = made("LayerNorm", 20)
+    in_one_step("triton")(x, f, norm)
+    norm.weight = type("Quantized", (nn.Parameter,), {})(norm.weight.detach())
+    assert update_with_norm(x, f, norm, EPS, "triton") is None
+
+
+def test_a_plan_is_used_again_only_for_the_same_autocast():
+    x, f, _ = tensors((2, 3, 20), (BRAIN, BRAIN))
+    norms = [LayerNorm(20, affine=False) for _ in range(2)]
+    norms[1]._fast_norm = not norms[0]._fast_norm
+    for dtype in (None, BRAIN, torch.half):
+        with torch.autocast(torch.device(DEVICE).type, dtype, enabled=dtype is not None), use_backend("triton"):
+            dtypes = [FeatureConnection().with_norm(x, f, norm)[1].dtype for norm in norms]
+            assert dtypes == [norm(x + f).dtype for norm in norms]
+
+
 def test_one_step_can_be_switched_off():
     assert steps(lambda *args: None, "auto")
-    backends._norm_plans.clear()
+    backends.norm_plans.clear()
     with use_backend("triton", fuse_norm=False):
         assert not steps(lambda *args: None)
 
@@ -226,7 +276,7 @@ def test_a_model_takes_one_step_for_each_attention(model, calls, use_checkpoint)
             torch.testing.assert_close(step(used, images, use_checkpoint), expected)
     passes = 1 if use_checkpoint is None else 2
     assert calls == {"update": 2 * 4 * passes, "gradients": 2 * 4}
-    assert len(backends._norm_plans) == 2  # verified and not
+    assert len(backends.norm_plans) == 2  # verified and not
 
 
 def test_models_with_linear_connections_take_no_kernel(model, calls):

@@ -239,6 +239,17 @@ def test_invalid_arguments():
             timm_ortho.record(vit(), every=every)
 
 
+def test_a_connection_that_returns_a_tuple():
+    class Two(timm_ortho.Connection):
+        def forward(self, x, f, attn_mask=None):
+            return x + f, f
+
+    model = timm_ortho.connect(timm.create_model("test_vit"), Two)
+    timm_ortho.record(model, every=1)
+    with pytest.raises(TypeError, match=r"^connection 'Two' returns a tuple: only a tensor can be measured$"):
+        model(images())
+
+
 def test_a_pass_that_fails_leaves_no_hook_and_no_row():
     model = vit()
     recorder = timm_ortho.record(model, every=1)

@@ -8,7 +8,7 @@ import yaml
 from timm_ortho.lab import commands as study
 from timm_ortho.lab.folder import RunPlan, history, read_lines
 from timm_ortho.lab.planning import plan
-from timm_ortho.lab.running import launch, run
+from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import Training
 from timm_ortho.runs.folders import read_history
 
@@ -82,11 +82,11 @@ def trained(request):
 def in_this_process(monkeypatch):
     """Make commands train in this process, one run at a time."""
     def local(root, runs, *_):
-        for name in launch.waiting(root, runs):
+        for name in launcher.waiting(root, runs):
             run.run(root / name)
         return {}
 
-    monkeypatch.setattr(launch, "local", local)
+    monkeypatch.setattr(launcher, "local", local)
 
 
 def only_run(request):

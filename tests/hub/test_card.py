@@ -288,6 +288,7 @@ def test_a_connection_is_described_by_its_docstring(name):
     (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
     (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
     (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
+    (type("Mine", (FeatureConnection,), {"__doc__": "Half of |f|."}), r"mine. Half of \|f\|."),
 ])
 def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
     monkeypatch.setitem(CONNECTIONS, "mine", make)

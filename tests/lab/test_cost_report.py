@@ -1,4 +1,4 @@
-"""costs/report.py and costs/tables.py: `timm-ortho cost` puts measured costs beside the paper's numbers."""
+"""costs/cost_report.py and cost_tables.py: `timm-ortho cost` puts measured costs beside the paper's numbers."""
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of
@@ -7,7 +7,7 @@ from helpers.reports import side_by_side, tables_of, texts, write
 from timm_ortho import bench, cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.commands import rewrite
-from timm_ortho.lab.costs import measure, report as cost_report
+from timm_ortho.lab.costs import cost_report, measure
 from timm_ortho.lab.planning import design
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")

@@ -19,10 +19,10 @@ from torchvision.transforms.v2 import functional as F
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.options import DEVICE_OPTIONS
 from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.planning.deviations import deviations
 from timm_ortho.lab.running import loop, run
+from timm_ortho.lab.train_options import DEVICE_OPTIONS
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
@@ -332,12 +332,26 @@ def test_a_corrupt_image_is_named(several, tmp_path, capsys):
      r"the images cannot be stored on the device: 'aa' \(rand-m9\) exists only in the loader; "
      r"'rand_augment: \[N, M\]' is torchvision's RandAugment: use --no-device-images"),
     (dict(grayscale_prob=0.1), "'grayscale_prob' exists only in the loader"),
+    (dict(train_interpolation="foo"), "timm cannot build a run from these options: unknown name 'foo'"),
+    (dict(color_jitter=[0.4, 0.4, 0.4, 0.9]), "hue values should be between"),
     (dict(crop_padding=0, train_crop_mode="rkrc"), "'train_crop_mode' rkrc exists only in the loader"),
     (dict(device_images=None), "option 'crop_padding' needs images that are stored on the device: add --device-images"),
 ])
 def test_bad_options(changes, message):
     with pytest.raises(LabError, match=message):
         training(**{**EVERYTHING, **changes})
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("scale", [1.0, 0.5], r"\[1.0, 0.5\], but must be two positive numbers in ascending order"),
+    ("ratio", [0.0, 1.0], r"\[0.0, 1.0\], but must be two positive numbers"),
+    ("ratio", [1.0], r"\[1.0\], but must be two positive numbers"),
+    ("mixup_mode", "foo", "'foo', but must be batch, pair or elem"),
+])
+def test_values_that_timm_does_not_check(on_device, key, value, message):
+    with pytest.raises(LabError, match=f"option '{key}' is {message}"):
+        training(device_images=on_device, mixup=0.4, **{key: value})
 
 
 def test_images_that_do_not_fit(monkeypatch):

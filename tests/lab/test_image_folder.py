@@ -16,9 +16,9 @@ from PIL import Image
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
+from timm_ortho.lab.train_options import known_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -196,7 +196,8 @@ def test_description_of_train_pys_data(tmp_path):
     """train.py ignores train_num_samples. A plan made on a machine without the data has no description of the data."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
-    assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")
+    data = experiment.study["data"]
+    assert (data["train"], data["validation_split"], data["on_device"]) == (12, "test", False)
     assert "data" not in plan.plan(for_train_py(tmp_path, "/nowhere")).study
 
 
@@ -307,6 +308,13 @@ def test_one_class_with_images_is_refused_with_a_class_map(tmp_path):
     (tmp_path / "classes.txt").write_text("cat\nbird\n")
     refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
     refused("class_map none.txt cannot be read: .*Cannot locate", root, class_map="none.txt")
+
+
+def test_a_class_that_a_class_map_lists_twice_is_refused(tmp_path):
+    """Labels would begin with 1, and the last label would be the number of classes."""
+    root = image_folder(tmp_path, "train", "val")
+    (root / "train" / "classes.txt").write_text("dog\ncat\ndog \n")
+    refused("class_map classes.txt has 2 lines with the class 'dog': remove all but one", root, class_map="classes.txt")
 
 
 def test_class_map_is_refused_with_torchvision(tmp_path):

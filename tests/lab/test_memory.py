@@ -13,9 +13,9 @@ from helpers.tiny_study import SMALL, planned, request, written
 from timm_ortho import cli
 from timm_ortho.bench.clock import saved_bytes
 from timm_ortho.lab import LabError
-from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.lab.planning.memory import GB, StepBytes
+from timm_ortho.lab.train_options import defaults
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "helpers" / "stand_in_train.py"

@@ -10,10 +10,9 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
-from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import design, identity, plan
-from timm_ortho.lab.planning.identity import refuse_difference
 from timm_ortho.lab.planning.request import Request
+from timm_ortho.lab.train_options import defaults
 
 NAMES = sorted(design.shipped())
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -24,7 +23,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     found = planned(request(written(tmp_path), tmp_path / "out", seeds=[7, 2]))
     cells = [({"lr": lr}, connection) for lr in (1e-3, 1e-2) for connection in ("linear", "feature")]
     wanted = [(*cell, seed) for seed in (2, 7) for cell in cells]
-    assert [(place["cell"], place["connection"], place["seed"]) for place in found.places] == wanted
+    assert [(place["cell"], place["connection"], place["seed"]) for place in found.points] == wanted
     assert list(found.runs) == [f"lr={cell['lr']}-{name}-seed{seed}" for seed in (7, 2) for cell, name in cells]
     run = RunPlan.read(tmp_path / "out" / "lr=0.01-feature-seed7")
     assert (run.trainer, run.record, run.representation, run.epochs, run.switch_epoch) == ("lab", 2, True, 2, None)
@@ -33,16 +32,16 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     assert options["model_kwargs"] == {
         "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "img_size": 16, "connection": "feature"}
     assert options == read_yaml(tmp_path / "out" / "lr=0.01-feature-seed7" / "args.yaml")
-    assert plan.read(tmp_path / "out")["places"] == found.places
+    assert plan.read(tmp_path / "out")["places"] == found.points
 
 
 def test_equal_runs_are_shared(tmp_path):
     """Linear connections ignore eps, so all cells that differ only in eps share one run."""
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
-    assert len(found.places) == 2 * 2 * 3
+    assert len(found.points) == 2 * 2 * 3
     assert len(found.runs) == 2 * (1 + 3)
-    assert {place["run"] for place in found.places if place["connection"] == "linear"} == {
+    assert {place["run"] for place in found.points if place["connection"] == "linear"} == {
         "connection_eps=1e-08-linear-seed0", "connection_eps=1e-08-linear-seed1"}
 
 
@@ -74,7 +73,7 @@ def test_switches(tmp_path):
                            for first in ("linear", "feature") for second in ("linear", "feature")}}
         path = written(tmp_path, grid=grid, baseline={"switch": "linearlinear"})
         found = plan.plan(request(path, tmp_path / "out", epochs=epochs))
-        return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.places}, found.places
+        return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.points}, found.points
 
     runs, places = stages("kept", 5)
     # The report shows a switched run under the connection after the switch.
@@ -159,7 +158,7 @@ def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, capsys
 
 def test_paper_scale_uses_the_papers_recipe():
     found = design.load("accuracy", "paper")
-    variants = found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"}, "train.py")
+    variants = found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"})
     vit = next(variant for variant in variants if variant.cell == {"model": "vit_s"})
     resnet = next(variant for variant in variants if variant.cell == {"model": "resnetv2_34"})
     assert (vit.options.dataset, vit.options.batch_size, vit.options.epochs) == ("torch/cifar100", 1024, 300)
@@ -227,7 +226,7 @@ def test_a_wrong_layout_is_an_error_before_the_first_run(tmp_path):
 def test_seeds_are_a_number_or_a_list(tmp_path):
     def seeds(given, **options):
         found = plan.plan(compared(tmp_path / "out", ["linear"], given, **options))
-        return [place["seed"] for place in found.places]
+        return [place["seed"] for place in found.points]
 
     assert seeds(2) == [0, 1]
     assert seeds(2, seed=5) == [5, 6]
@@ -281,16 +280,6 @@ def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
     with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_keep was None and is now 'branch'\)"):
         planned(compared(out, model_kwargs={**kwargs, "connection_keep": "branch"}))
     assert plan.plan(compared(model_kwargs={"connection_keep": "output"})).folder == plan.plan(compared()).folder
-
-
-def test_a_folder_of_an_earlier_version_is_continued(tmp_path):
-    """In study.yaml, earlier versions also stored arguments of one connection, and arguments with default values."""
-    planned(compared(tmp_path, ["feature"], model_kwargs={"connection_prob": 0.5}))
-    values = read_yaml(tmp_path / plan.STUDY)
-    values["settings"]["given"]["model_kwargs"]["connection_eps"] = 1e-6
-    values["settings"]["options"]["model_kwargs"]["connection_prob"] = 0.5
-    (tmp_path / plan.STUDY).write_text(yaml.safe_dump(values))
-    planned(compared(tmp_path, model_kwargs={"connection_prob": 0.5}))
 
 
 def contents(folder):
@@ -407,13 +396,3 @@ def test_bad_extends(tmp_path, base, message):
     (tmp_path / "own.yaml").write_text(f"extends: {base}\n")
     with pytest.raises(LabError, match=message):
         design.load(str(tmp_path / "own.yaml"), "smoke")
-
-
-def test_amp_dtype_is_a_setting_only_with_amp():
-    """Without amp, earlier versions stored an amp_dtype that depended on the device. It is not compared."""
-    stored, new = ({"options": {"amp_dtype": dtype}} for dtype in ("float16", "bfloat16"))
-    refuse_difference(stored, new, "the folder", "choose another")
-    for values in (stored, new):
-        values["options"]["amp"] = True
-    with pytest.raises(LabError, match="amp_dtype was 'float16' and is now 'bfloat16'"):
-        refuse_difference(stored, new, "the folder", "choose another")

@@ -13,7 +13,7 @@ import torch
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.planning import checks, design
+from timm_ortho.lab.planning import design, model_check
 from timm_ortho.lab.running import loop as train
 from timm_ortho.models.meta import on_meta
 
@@ -52,7 +52,7 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
         pytest.skip(f"study {name} has no scale {scale}")
     found = design.load(name, scale)
     data = found.paper_data[0] if scale == "paper" and found.paper_data else "digits"
-    variants = found.variants({"dataset": data, "device": "cpu"}, "train.py" if scale == "paper" else "lab")
+    variants = found.variants({"dataset": data, "device": "cpu"})
     assert len({variant.name(0) for variant in variants}) == len(variants)
     built = set()
     for variant in variants:
@@ -76,7 +76,7 @@ def build(options):
 
 @cache
 def takes_img_size(name):
-    return checks._takes_img_size(timm.create_model(name))
+    return model_check._takes_img_size(timm.create_model(name))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from timm_ortho.lab import LabError, commands as study, folder as folders
 from timm_ortho.lab.folder import RunPlan, read_yaml
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.reporting import collect
-from timm_ortho.lab.running import launch, run, timm_script as train_py
+from timm_ortho.lab.running import launcher, run, timm_script as train_py
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -58,7 +58,7 @@ def two_by_two(tmp_path_factory):
             (experiment.folder / name / "killed").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND_IN_KILL", "1")
-        failed = launch.local(experiment.folder, experiment.runs, parallel=2)
+        failed = launcher.local(experiment.folder, experiment.runs, parallel=2)
     assert killed.exists()
     assert failed == {}  # a killed script is started again
     assert "ended with exit status -9 after 1 of 2 epochs" in killed.with_name("log.txt").read_text()
@@ -340,7 +340,7 @@ def test_errors_of_a_script_are_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace("    import timm\n", "    raise SystemExit('no driver')\n"))
     experiment = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only=[("connection", "linear")]))
-    failed = launch.local(experiment.folder, experiment.runs)
+    failed = launcher.local(experiment.folder, experiment.runs)
     assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs; no driver, see "
                                       f"{experiment.folder / 'linear-seed0' / 'log.txt'}"}
 

@@ -33,9 +33,9 @@ from PIL import Image
 
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
-from timm_ortho.lab.options import DEVICE_OPTIONS, known_options
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
+from timm_ortho.lab.train_options import DEVICE_OPTIONS, known_options
 from timm_ortho.runs.folders import read_history
 from timm_ortho.runs.trained_run import CheckpointRun
 

@@ -78,7 +78,7 @@ def work(rank, folder):
             model = parallel(create(**arguments), wrapper)
             with use_backend(arguments.get("backend", "torch")):
                 losses = train(model, rank, 2)
-            assert bool(backend._norm_plans) == ("backend" in arguments)
+            assert bool(backend.norm_plans) == ("backend" in arguments)
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             shares = sum(p.to_local().numel() if wrapper == "FSDP2" else p.numel() for p in model.parameters())
             weights = get_model_state_dict(model, options=options)

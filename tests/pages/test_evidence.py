@@ -443,7 +443,8 @@ def part_two(tmp_path, monkeypatch):
     noise = random.Random(0)
     for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
                                 ("tiny_imagenet_accuracy", "tiny_imagenet", 200), ("cifar_factors", "cifar10", 10),
-                                ("cifar_width", "cifar10", 10)):
+                                ("cifar_width", "cifar10", 10), ("cifar_vit_small", "cifar10", 10),
+                                ("cifar_resnet18", "cifar10", 10)):
         result, made = design.load(name, "small"), []
         for seed, variant in itertools.product(range(result.seeds), result.variants({})):
             top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
@@ -469,21 +470,26 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
         "top1": 2.0, "best": 3.0, "alpha": 10_000, "train": 100_000}
     read = evidence._json
     monkeypatch.setattr(evidence, "_json", lambda name: floors if name == "floors/ridge.json" else read(name))
-    history = commits.recorded()
+    history = {**commits.recorded(), "three": {"rules": "3" * 40, "date": "2026-11-27", "commits": {"c" * 40: "after"}}}
     before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
     after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
-    assert "runs record commits that do not come after the rules of part two" in before
-    assert "runs record commits that do not come after the rules of part two" not in after
+    assert "runs record commits that do not come after these rules" in before
+    assert "runs record commits that do not come after these rules" not in after
     assert "runs of `cifar_accuracy` record commit ccccccc, which comes after it" in after
-    assert "which comes after it" not in before
-    rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
+    assert "which comes after it" not in before.partition("(part three)")[0]
+    rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith(("| C", "| D"))}
     assert "**confirmed** | no, larger (+0.79)" in rows["C1"]
     assert "**confirmed**" in rows["C2"]
     assert "**not confirmed**" in rows["C3"]
     assert "| 2 |" in rows["C4"]
+    assert "| 4 | +" in rows["D1"]
+    assert "**confirmed** | no, larger (+0.79)" in rows["D1"]
+    assert "**confirmed** | no, larger (+0.20)" in rows["D2"]
+    assert "The 8 runs of `cifar_resnet18` record commit ccccccc" in after.partition("(part three)")[2]
     assert "unfinished" not in after
+    assert "not run: no GPU" not in after
     (untested,) = [line for line in after.splitlines() if line.startswith("- **Not tested**")]
-    assert not any(word in untested for word in ("C3", "C4", "width"))
+    assert not any(word in untested for word in ("C3", "C4", "width", "ResNets on CIFAR"))
     assert "width 384" not in after.partition("## Decided")[0]
     assert "Tiny ImageNet, CIFAR-10 and Fashion-MNIST have 10,000 test images" in after
     assert "C2, C1 and H1 differ in more than their data" in after

@@ -12,8 +12,8 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.train_options import known_options
 from timm_ortho.models.variant_arguments import VARIANT_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]

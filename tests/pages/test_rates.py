@@ -57,11 +57,6 @@ def test_both_recipes_must_pass_the_gate():
     assert not rates.accepted(rates.by_recipe(made(0.6), 40.0, 0.5))
 
 
-def test_without_folders_the_usage_is_printed():
-    with pytest.raises(SystemExit, match=r"python -m scripts\.checks\.rates FOLDER"):
-        rates.main([])
-
-
 def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
     from timm_ortho.lab.running import run as one_run
     grid = {"recipe": {"paper": {}, "clipped": {"clip_grad": 1.0}}, "lr": [1e-3, 1e-2]}
@@ -76,3 +71,16 @@ def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
     assert ("| recipe | connection | 0.001 | 0.01 | chosen rate | points above ridge regression "
             "| training loss above floor | gate |") in printed.out
     assert printed.out.count("not passed") == 4
+
+
+def test_rates_of_a_study_without_recipes(monkeypatch, capsys, tmp_path):
+    runs = [{"connection": which, "cell": {"lr": lr}, "top1": top1 + seed} for seed in (0, 1) for which, values in (
+        ("linear", (94.0, 94.5, 94.7)), ("feature", (94.0, 93.0, 92.0)))
+        for lr, top1 in zip((0.05, 0.1, 0.2), values, strict=True)]
+    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: ({}, runs, [])})
+    assert rates.main([tmp_path]) == 0
+    assert capsys.readouterr().out == (
+        "linear: 0.1 is chosen (94.50 % at 0.05, 95.00 % at 0.1, 95.20 % at 0.2)\n"
+        "feature: 0.05 is chosen (94.50 % at 0.05, 93.50 % at 0.1, 92.50 % at 0.2)\n")
+    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: ({}, runs, ["lr=0.1-linear-seed308"])})
+    assert rates.main([tmp_path]) == 1

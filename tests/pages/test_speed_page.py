@@ -6,7 +6,7 @@ import pytest
 from scripts.pages import speed
 from scripts.pages.marked import begin, end
 from timm_ortho.bench.options import DEFAULTS
-from timm_ortho.bench.report import COLUMNS
+from timm_ortho.bench.results import COLUMNS
 
 GPU_MODELS = ["vit_small_patch16_224_ortho, 128", "vit_small_patch16_224_ortho, 256",
               "vit_base_patch16_224_ortho, 128", "resnetv2_50_ortho, 128"]

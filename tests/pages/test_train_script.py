@@ -56,6 +56,7 @@ def train_py(data="DATA", file="recipe.yaml"):
     (1, [], [*TORCHRUN, "--standalone", "--nproc-per-node", "1"], []),
     (0, [], [], ["--device", "cpu"]),
     (0, ["--device=cpu"], [], []),
+    (4, ["--device", "cpu"], [], []),
 ])
 def test_the_batch_is_divided_among_gpus(command, gpus, options, launched, added):
     assert command(*options, data="my data", gpus=gpus) == [*launched, *train_py("my data"), *added, *options]
@@ -150,7 +151,7 @@ def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
     ([], {"NNODES": "3", "NODE_RANK": "0"}, "NNODES is 3: set NODE_RANK (0 to 2, different on each"),
     ([], {"NNODES": "two"}, "NNODES is 'two', but must be a positive number"),
     ([], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0', but must be a positive number"),
-    ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "several processes need GPUs, but PyTorch finds none"),
+    ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "several processes need GPUs, but the device is the CPU"),
     ([], {"NPROC_PER_NODE": "3"}, "batch_size 1024 is not divisible by 3 (3 processes x grad_accum_steps 1)"),
     ([], {"name": "vit_s_imagenet1k", "model": "resnetv2_50_orthog"},
      "recipe 'vit_s_imagenet1k' does not fit resnetv2_50_orthog: ResNetV2.__init__() got an unexpected keyword "

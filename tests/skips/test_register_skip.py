@@ -147,6 +147,22 @@ def test_a_function_must_return_a_module():
     assert SKIPS["bound"][0] == "registered by its author"
 
 
+@pytest.mark.parametrize("connection", ["linear", "feature"])
+def test_a_transform_that_changes_the_shape(connection):
+    class Mean(nn.Module):
+        def __init__(self, width, dim):
+            super().__init__()
+            self.dim = dim
+
+        def forward(self, x):
+            return x.mean(self.dim, keepdim=True)
+
+    register_skip("mean", Mean)
+    model = timm.create_model("vit_test_ortho", connection=connection, skip="mean")
+    with pytest.raises(ValueError, match=r"must have the same shape; x of shape \(2, 17, 1\) and f of shape"):
+        model(torch.randn(2, 3, 8, 8))
+
+
 @pytest.mark.parametrize("skip", [nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.ReLU()), torch.eye(32)])
 @pytest.mark.parametrize("arguments", [{}, {"skip_rank": 2}])
 def test_a_module_instead_of_a_name(skip, arguments):

@@ -17,7 +17,7 @@ from timm_ortho import cli, hub
 from timm_ortho.hub import PublishError
 from timm_ortho.hub_client.errors import WeightsError
 from timm_ortho.lab import LabError
-from timm_ortho.lab.running import launch, run
+from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
 from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
 
@@ -255,7 +255,7 @@ def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, 
     monkeypatch.chdir(tmp_path)
     plan = planned(compared(tmp_path / "out", dataset="digits", recipe="recipe.yaml", device_modules=["evil_module"]))
     assert module.exists()
-    assert launch.words_of(list(plan.runs.values()), 1) == ["--threads", "1", "--device-modules", "evil_module"]
+    assert launcher.words_of(list(plan.runs.values())) == ["--device-modules", "evil_module"]
 
 
 def test_a_script_is_run_only_if_the_user_names_it(tmp_path, capfd):

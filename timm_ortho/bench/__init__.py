@@ -4,7 +4,7 @@ Candidates that do the same work form a group. They are formulas of the update o
 model and a linear baseline with the same weights. A group is measured in turns, each candidate once per repetition.
 Ratios to the linear candidate are computed within a repetition, so that a temporary slowdown of the machine affects
 both times. Quantiles are computed over the repetitions. Times from different groups or runs are not comparable.
-`report` defines the metrics.
+`results` defines the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
 would bring the ratio closer to 1. On a GPU, the settings are as in timm's train.py: matrix products of float32
@@ -24,7 +24,7 @@ from typing import Any, Mapping
 import torch
 from tqdm import tqdm
 
-from . import report
+from . import results
 from .clock import BUSY, Clock, Group, as_in_training, measure
 from .launch import launch_groups
 from .models import model_groups
@@ -62,7 +62,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     """
     options = resolve(requested)
     groups = [*operator_groups(options), *model_groups(options), *launch_groups(options)]
-    machine = report.machine(options.device, environment, command)
+    machine = results.machine(options.device, environment, command)
     _check_writable(output)
     rows, status = [], 0
     try:
@@ -73,25 +73,25 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
                 torch.compiler.reset()  # groups share code, whose recompilations torch limits
                 gc.collect()  # reference cycles may keep the last group's models in memory
                 rows += [{**row, **machine} for row in _rows(group, options)]
-                report.write_rows(output, rows)
+                results.write_rows(output, rows)
     except KeyboardInterrupt:
         status = 130
     finally:
-        plot = report.write_plot(output, rows) if rows else ""
-    print(f"{report.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {plot}" if rows
+        plot = results.write_plot(output, rows) if rows else ""
+    print(f"{results.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {plot}" if rows
           else "no group was finished; no files were written")
     return status
 
 
-def _rows(group: Group, options: Namespace) -> list[report.Measurement]:
+def _rows(group: Group, options: Namespace) -> list[results.Measurement]:
     part, threads = group.labels["what"], torch.get_num_threads()
     launch, busy = part == "launch", part == "operator" and options.device.type == "cuda"
     torch.set_num_threads(1 if launch else threads)
     try:
         clock = Clock(options.device, flushes=0 if launch else BUSY if busy else 1)
-        results = measure(group.build(), options.repeats * (5 if launch else 1), clock,
+        measured = measure(group.build(), options.repeats * (5 if launch else 1), clock,
                           most_calls=2000 if launch else 5 if busy else 50)
-        return report.rows(group.labels, group.images, results)
+        return results.rows(group.labels, group.images, measured)
     finally:
         torch.set_num_threads(threads)
 

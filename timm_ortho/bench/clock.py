@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._compat import is_compiler_error
 from .._text import error_text
-from .report import Result
+from .results import Result
 
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than most last-level caches
 BUSY = 20  # one write of the buffer takes about 75 us on an H200

@@ -6,7 +6,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import LABELS, Measurement
+from .results import LABELS, Measurement
 
 
 def svg(rows: Sequence[Measurement], parts: Sequence[str]) -> str:

@@ -68,6 +68,8 @@ def measure(
     >>> measure(connection, connection(x, f), x, f)
     tensor([ 9.0000, 16.0000,  9.0000,  0.8000,  1.3333,  1.3333])
     """
+    if not isinstance(y, Tensor):
+        raise TypeError(f"connection {connection.name!r} returns a {type(y).__name__}: only a tensor can be measured")
     x = connection.carried(x)
     # float32, because the square of a norm of 256 overflows float16
     x, f, y = (t if t.dtype == torch.float64 else t.float() for t in (x, f, y))

@@ -1,7 +1,6 @@
 """Publish models on the Hugging Face Hub and load them from there."""
-from .errors import PublishError
 from .pulling import pull
 from .pushing import push
-from .repository import export
+from .repository import PublishError, export
 
 __all__ = ["PublishError", "export", "pull", "push"]

@@ -11,8 +11,7 @@ from huggingface_hub import CommitInfo, HfApi, ModelInfo, constants, get_token
 from huggingface_hub.utils import RepositoryNotFoundError
 
 from ..hub_client.errors import REQUEST_TIMEOUT, client_errors_as, with_timeout
-from .errors import PublishError
-from .repository import Model, Publication, scratch_folder
+from .repository import Model, Publication, PublishError, scratch_folder
 
 
 def push(

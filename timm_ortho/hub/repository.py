@@ -43,13 +43,16 @@ from ..runs.folders import class_names
 from ..runs.trained_run import CheckpointRun, Run, RunError, image_config, run_model
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
-from .errors import PublishError
 
 Model = Union[nn.Module, str, Path]
 
 _OTHER_WEIGHTS = ("pretrained_path", "initial_checkpoint")  # options of train.py that replace pretrained weights
 CARD = "README.md"
 FILES = (CARD, "model.safetensors", "config.json", CURVE)  # the card first, so that an interrupted export is recognised
+
+
+class PublishError(ValueError):
+    """A model or run cannot be published. The message is one line that names the problem and what to do."""
 
 
 def export(

@@ -8,7 +8,7 @@
 | `planning` | makes one folder for each run of a study, which is defined by a YAML file |
 | `running` | trains each run in a process of its own, with the lab's own loop or with timm's `train.py` |
 | `folder` | reads and writes the files of a run |
-| `options` | lists the options of timm's `train.py` |
+| `train_options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
 | `paper` | contains the papers' numbers |
 

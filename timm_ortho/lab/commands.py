@@ -11,17 +11,17 @@ import torch
 
 from .._text import aligned
 from . import LabError
-from .costs import report as cost_report
-from .costs.report import cost
+from .costs import cost_report
+from .costs.cost_report import cost
 from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
-from .planning.plan import STUDY, StudyPlan, places_of, plan
+from .planning.plan import STUDY, StudyPlan, plan, points_of
 from .planning.request import Request
 from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.layout import Layout
-from .running import launch
-from .running.launch import Slurm
+from .running import launcher
+from .running.launcher import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
@@ -63,8 +63,7 @@ def listing() -> str:
 def run_count(design: Design) -> str:
     """Return the number of runs of a study as text. Runs with equal settings are counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
-    request = Request(design, options)
-    return str(len(places_of(request, design.variants(options, request.trainer), range(design.seeds))[1]))
+    return str(len(points_of(Request(design, options), design.variants(options), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
@@ -88,9 +87,8 @@ def _planned(request: Request) -> StudyPlan:
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
-    if run_plan.trainer_name == "lab":
-        words = shlex.join([str(folder), *launch.words_of([run_plan], 1)[2:]])  # without --threads
-        return f"python -m timm_ortho.lab.running.run {words}"
+    if run_plan.script is None:
+        return f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([run_plan])])}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
     return (f"{run_plan.whole_batch(stage)} images per update = {run_plan.processes} processes x "
@@ -131,15 +129,15 @@ def run(
         threads = _threads_for(next(iter(planned.runs.values())))
     print("\n".join(_opening(planned)), file=sys.stderr)
     try:
-        with launch.sigterm_as_ctrl_c():
+        with launcher.sigterm_as_ctrl_c():
             if slurm is not None:
                 failed = slurm.train(planned.folder, planned.runs)
             else:
-                failed = launch.local(planned.folder, planned.runs, parallel, threads or 1)
+                failed = launcher.local(planned.folder, planned.runs, parallel, threads or 1)
     except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
         print("interrupted: the same command continues from here", file=sys.stderr)
-        return 143 if isinstance(stop, launch.Terminated) else 130
+        return 143 if isinstance(stop, launcher.Terminated) else 130
     print(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))
@@ -155,9 +153,8 @@ def _opening(planned: StudyPlan) -> list[str]:
              f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
              f"{' or '.join(map(str, epochs))}"]
     data = study.get("data")
-    if data and "on_device" in data:
-        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
     if data:
+        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
         size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first}" if first and first != size else ""
         lines.append(

@@ -319,13 +319,15 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
+    for key in ("scale", "ratio"):  # timm accepts any numbers, and fails at the first image
+        bounds = getattr(options, key)
+        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+            raise LabError(f"option '{key}' is {bounds}, but must be two positive numbers in ascending order")
     mixing = _mixup_arguments(options, source)
-    if vars(options).get("device_images"):
-        decode = partial(_decoded, options, source, data_config, device)
-        return device_images.loaders(options, source, data_config, device, decode, mixing)
+    on_device = vars(options).get("device_images")
     for split in (source.train, source.validation):
         # Do not cache in workers: their memory is lost after each epoch. Pillow uses 4 bytes per RGB pixel.
-        if (isinstance(split, _View) and split.cache is None and not options.workers
+        if (isinstance(split, _View) and split.cache is None and not options.workers and not on_device
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
     common = dict(
@@ -354,6 +356,9 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         **{key: data_config[key] for key in ("interpolation", "crop_pct")},
         **common,
     )
+    if on_device:  # timm has checked the options of its loaders, which read no image
+        decode = partial(_decoded, options, source, data_config, device)
+        return device_images.loaders(options, source, data_config, device, decode, mixing)
     return train, validation
 
 
@@ -433,6 +438,8 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
         return None
     if options.batch_size % 2:
         raise LabError(f"mixup and cutmix need an even batch_size, not {options.batch_size}")
+    if options.mixup_mode not in ("batch", "pair", "elem"):  # timm treats any other value as batch
+        raise LabError(f"option 'mixup_mode' is '{options.mixup_mode}', but must be batch, pair or elem")
     return dict(
         mixup_alpha=options.mixup, cutmix_alpha=options.cutmix, cutmix_minmax=options.cutmix_minmax,
         prob=options.mixup_prob, switch_prob=options.mixup_switch_prob, mode=options.mixup_mode,

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from . import LabError
-from .options import DEVICE_OPTIONS
+from .train_options import DEVICE_OPTIONS
 
 Images = tuple[torch.Tensor, torch.Tensor]  # images and labels
 

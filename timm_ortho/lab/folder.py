@@ -88,9 +88,14 @@ class RunPlan:
     nodes: int = 1
 
     @property
+    def script(self) -> Optional[str]:
+        """The path of timm's `train.py`, None for the lab's own loop."""
+        return None if self.trainer == "lab" else self.trainer
+
+    @property
     def trainer_name(self) -> str:
-        """`lab` for the lab's own loop, `train.py` for timm's script."""
-        return "lab" if self.trainer == "lab" else "train.py"
+        """The trainer without the path of the script: `lab` or `train.py`."""
+        return "lab" if self.script is None else "train.py"
 
     @property
     def epochs(self) -> int:

@@ -89,6 +89,11 @@ def check_files(options: Namespace, split: str) -> None:
         classes = load_class_map(options.class_map, root) if options.class_map else {}
     except (AssertionError, OSError, ValueError) as error:
         raise LabError(f"class_map {options.class_map} cannot be read: {one_line(error)}") from None
+    if classes and len(classes) <= max(classes.values()):  # a class has the number of its last line
+        path = options.class_map if os.path.exists(options.class_map) else os.path.join(root, options.class_map)
+        with open(path, encoding="utf-8") as lines:
+            (name, count), = Counter(map(str.strip, lines)).most_common(1)
+        raise LabError(f"class_map {options.class_map} has {count} lines with the class '{name}': remove all but one")
     if options.input_key:  # it sets the reader's file types
         return
     unread = {suffix for suffix, kind in Image.registered_extensions().items()

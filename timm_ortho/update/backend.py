@@ -21,7 +21,7 @@ from timm.layers import LayerNorm, RmsNorm
 from torch import Tensor, nn
 
 from .._checks import known_name
-from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_intercepted, is_plain, own_parameters
+from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_plain, own_parameters
 from .._text import error_text
 
 BACKENDS = ("auto", "torch", "triton")
@@ -147,9 +147,9 @@ def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
     return None
 
 
-# Plans of the kernels, see timm_ortho.update.kernels.plan_of and timm_ortho.update.norm.norm_plan_of.
-_plans: Dict[Tuple[Any, ...], Any] = {}
-_norm_plans: Dict[Tuple[Any, ...], Any] = {}
+# Plans of the kernels, see timm_ortho.update.kernels.plan_of and timm_ortho.update.norm.make_plan.
+plans: Dict[Tuple[Any, ...], Any] = {}
+norm_plans: Dict[Tuple[Any, ...], Any] = {}
 
 
 def plan_key(
@@ -161,18 +161,15 @@ def plan_key(
             None if isinstance(b, Tensor) else b, keep_branch, name)
 
 
-def cached_plan(
-        x: Tensor, f: Tensor, dims: Optional[Sequence[int]], eps: float, a: Any, b: Any, keep_branch: bool,
-        backend: Optional[str],
-) -> Optional[Any]:
-    """Return the plan of an earlier update of such tensors by kernels, or None.
-
-    None too if :func:`choose_backend` would return ``"torch"``, or if the operations are recorded or transformed.
-    """
-    name = kernels_for(x, backend)
-    if name is None or type(f) is not Tensor or x.is_nested or f.is_nested or is_intercepted():
-        return None
-    return _plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, name))
+def norm_plan_key(
+        x: Tensor, f: Tensor, norm: Any, w: Optional[Tensor], c: Optional[Tensor], eps: float, name: str,
+) -> Tuple[Any, ...]:
+    """Return everything on which the plan of an update and the norm after it depends. w and c are the norm's."""
+    device = x.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, device, f.device, eps, type(norm), norm.eps,
+            norm.normalized_shape, type(w), None if w is None else w.dtype, type(c), None if c is None else c.dtype,
+            vars(norm).get("_fast_norm"), autocast, name)
 
 
 def kernels_for(x: Tensor, backend: Optional[str] = None) -> Optional[str]:

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import formula
-from .backend import _plans, default, plan_key, verified
+from .backend import default, plan_key, plans, verified
 from .formula import Weight, accumulate_in
 from .views import arranged, put_back, view_of
 
@@ -371,14 +371,17 @@ class Launch:
         self.options = dict(num_warps=num_warps, enable_fp_fusion=True)
         self.again: Any = None
 
-    def __call__(self, *pointers: Optional[Tensor]) -> None:
+    def __call__(self, addresses: int, *pointers: Optional[Tensor]) -> None:
+        """Launch the kernel.
+
+        Args:
+            addresses: Result of `addresses_of` for the tensors that may be unaligned. Tensors that torch has just
+                allocated are aligned.
+            pointers: The kernel's tensors.
+        """
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self(*pointers)
-        addresses = 0
-        for pointer in pointers:
-            if pointer is not None:
-                addresses |= pointer.data_ptr()
+                return self(addresses, *pointers)
         if addresses % 16 == 0 and self.again is not None and not getattr(self.kernel, "pre_run_hooks", None):
             return self.again(*pointers, *self.constants)
         compiled = self.kernel[self.programs,](*pointers, *self.constants, **self.options)
@@ -390,6 +393,15 @@ class Launch:
 # Releases of Triton whose compiled kernels take all arguments of the kernel, constants included. Other releases launch
 # through JITFunction each time.
 TAKES_ALL_ARGUMENTS = (3, 3) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 8)
+
+
+def addresses_of(*tensors: Optional[Tensor]) -> int:
+    """Return the addresses combined with ``|``, which is divisible by 16 if all addresses are."""
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+    return addresses
 
 
 def everything(value: Any) -> Any:
@@ -412,6 +424,7 @@ class Plan:
 
     Attributes:
         recover: Whether the backward pass recovers f from y, which requires a = 0 and b = 1.
+        is_direct: Whether one kernel reads and writes the tensors themselves, not copies or pieces.
         forward, backward: :meth:`update` and :meth:`gradients`, or functions that verify them at the first call.
     """
 
@@ -427,6 +440,7 @@ class Plan:
         self.view = view_of(tuple(x.shape), self.strides, dims)
         self.tiles = tiles_of(*self.view[1:])
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
+        self.is_direct = self.has_order and x.numel() > 0 and not self.tiles.BLOCK_PIECES
         self.label = f"{'feature' if len(dims) == 1 else 'global'} scope"
         self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims))
         self.like_sums = x.new_empty(1, dtype=self.acc).expand(2, self.tiles.projections)  # for torch.empty_like
@@ -443,17 +457,22 @@ class Plan:
         """
         y = torch.empty_like(x) if self.dtype == x.dtype else torch.empty_like(x, dtype=self.dtype)
         sums = torch.empty_like(self.like_sums) if keep else None
-        if not x.numel():  # an empty projection has s = 0
-            if sums is not None:
-                sums[0], sums[1] = 0.0, self.eps
-            return y, sums
-        into = y
-        if not self.has_order:
-            x, f, into = (arranged(t, self.view) for t in (x, f, y))
-        parts = self._partial_sums(x, f, x, True) if self.tiles.BLOCK_PIECES else None
-        key = keep if a is None and b is None else (keep, *_dtypes(a, b))
+        into, parts = y, None
+        if not self.is_direct:
+            if not x.numel():  # an empty projection has s = 0
+                if sums is not None:
+                    sums[0], sums[1] = 0.0, self.eps
+                return y, sums
+            if not self.has_order:
+                x, f, into = (arranged(t, self.view) for t in (x, f, y))
+            if self.tiles.BLOCK_PIECES:
+                parts = self._partial_sums(x, f, x, True)
+        key: Any = keep
+        addresses = x.data_ptr() | f.data_ptr()
+        if a is not None or b is not None:
+            key, addresses = (keep, *_dtypes(a, b)), addresses | addresses_of(a, b)
         launch = self.launches.get(key) or self._launch(key, _update_kernel, (*self.numbers, self.eps))
-        launch(x, f, into, sums, parts, a, b)
+        launch(addresses, x, f, into, sums, parts, a, b)
         if into is not y:
             put_back(into, y, self.view)
         return y, sums
@@ -479,21 +498,27 @@ class Plan:
             same = self.branch_dtype == x.dtype
             grad_f = torch.empty_like(x) if same else torch.empty_like(x, dtype=self.branch_dtype)
         products = torch.empty_like(sums) if for_weights else None
-        if not x.numel():
-            return grad_x, grad_f, products if products is None else products.zero_()
-        into_x, into_f = grad_x, grad_f
-        if not self.has_order:
-            x, kept = arranged(x, self.view), arranged(kept, self.view)
-            into_x, into_f = (None if t is None else arranged(t, self.view) for t in (grad_x, grad_f))
+        into_x, into_f, parts = grad_x, grad_f, None
         if g.stride() != self.strides or not self.has_order:
             g = arranged(g, self.view)
-        parts = self._partial_sums(x, kept, g, for_weights) if self.tiles.BLOCK_PIECES else None
-        key = needed if a is None and b is None else (needed, *_dtypes(a, b))
+        if not self.is_direct:
+            if not x.numel():
+                return grad_x, grad_f, products if products is None else products.zero_()
+            if not self.has_order:
+                x, kept = arranged(x, self.view), arranged(kept, self.view)
+                into_x, into_f = (None if t is None else arranged(t, self.view) for t in (grad_x, grad_f))
+            if self.tiles.BLOCK_PIECES:
+                parts = self._partial_sums(x, kept, g, for_weights)
+        key: Any = needed
+        addresses = x.data_ptr() | kept.data_ptr() | g.data_ptr() | sums.data_ptr()
+        if a is not None or b is not None:
+            key, addresses = (needed, *_dtypes(a, b)), addresses | addresses_of(a, b)
         launch = self.launches.get(key) or self._launch(key, _gradients_kernel, self.numbers, self.recover)
-        launch(x, kept, g, sums, into_x, into_f, products, parts, a, b)
-        for into, grad in ((into_x, grad_x), (into_f, grad_f)):
-            if into is not grad and grad is not None and into is not None:
-                put_back(into, grad, self.view)
+        launch(addresses, x, kept, g, sums, into_x, into_f, products, parts, a, b)
+        if not self.is_direct:
+            for into, grad in ((into_x, grad_x), (into_f, grad_f)):
+                if into is not grad and grad is not None and into is not None:
+                    put_back(into, grad, self.view)
         return grad_x, grad_f, products
 
     def _partial_sums(self, p: Tensor, q: Tensor, r: Tensor, both: bool) -> Tensor:
@@ -501,7 +526,7 @@ class Plan:
         parts = p.new_empty((2 if both else 1, self.tiles.programs), dtype=self.acc)
         key = "parts", p is r, both
         launch = self.launches.get(key) or self._launch(key, _partial_sums_kernel, (), p is r, both)
-        launch(p, q, r, parts)
+        launch(addresses_of(p, q, r), p, q, r, parts)
         return parts
 
     def _launch(self, key: Any, kernel: Any, numbers: Tuple[float, ...], *constants: Any) -> Launch:
@@ -560,14 +585,14 @@ def plan_of(
     """
     name = backend or default()
     key = plan_key(x, f, dims, eps, a, b, keep_branch, name)
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
         numbers = [None if isinstance(weight, Tensor) else float(weight) for weight in (a, b)]
         plan = Plan(x, f, dims, eps, *numbers, keep_branch)
         if name == "auto":
             plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
             plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
-        if len(_plans) >= 1024:  # many different shapes or weights: start again
-            _plans.clear()
-        _plans[key] = plan
+        if len(plans) >= 1024:  # many different shapes or weights: start again
+            plans.clear()
+        plans[key] = plan
     return plan

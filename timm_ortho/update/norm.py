@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .._compat import is_batched, is_intercepted, own_parameters
 from . import formula
-from .backend import NORMS, _norm_plans, verified
+from .backend import NORMS, norm_plans, verified
 from .gradient import torch_gradients
-from .kernels import Launch, Plan, everything
+from .kernels import Launch, Plan, addresses_of, everything
 
 PROGRAMS = 4  # programs of the backward kernel per multiprocessor; each adds the gradients of w and c of its rows
 
@@ -161,7 +161,7 @@ class NormPlan(Plan):
             launch = self.launches[key] = Launch(
                 _forward_kernel, self.tiles.programs, (self.eps, self.norm_eps, *self.constants), self.tiles.num_warps,
                 self.device)
-        launch(x, f, w, c, y, h, sums)
+        launch(addresses_of(x, f, w, c), x, f, w, c, y, h, sums)
         return y, h, sums
 
     def gradients(  # type: ignore[override]
@@ -178,8 +178,8 @@ class NormPlan(Plan):
         if launch is None:
             launch = self.launches[key] = Launch(
                 _backward_kernel, self.backward_programs, self.constants, self.tiles.num_warps, self.device)
-        grad_y = grad_y if grad_y is None else grad_y.contiguous()
-        launch(x, y, grad_y, grad_h.contiguous(), w, sums, grad_x, grad_f, parts)
+        tensors = x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums
+        launch(addresses_of(*tensors), *tensors, grad_x, grad_f, parts)
         return grad_x, grad_f, None if parts is None else parts.sum(1)
 
     # ------------------------------------------------------------ the same by torch, to verify or replace kernels
@@ -277,30 +277,24 @@ class NormUpdate(torch.autograd.Function):
                 grad_c.to(plan.bias_dtype) if for_c and grad_c is not None else None)
 
 
-def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> NormPlan:
-    """Return the cached plan of an update and the norm after it.
+def make_plan(key: Tuple[Any, ...], x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> NormPlan:
+    """Make the plan of an update and the norm after it, and store it with a key.
 
     Args:
+        key: Result of :func:`timm_ortho.update.backend.norm_plan_key`.
         x, f: Stream and branch output, contiguous.
         eps: Added to |x|^2.
         norm: An instance of a class in :data:`timm_ortho.update.backend.NORMS`.
         check: Whether to verify the kernels at their first call, see :func:`timm_ortho.update.backend.verified`.
     """
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    parameters = own_parameters(norm)
-    w, c = parameters.get("weight"), parameters.get("bias")
-    key = (x.shape, x.dtype, f.dtype, x.device, eps, type(norm), norm.eps, None if w is None else w.dtype,
-           None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast, check)
-    plan = _norm_plans.get(key)
-    if plan is None:
-        with torch.no_grad():  # the norm itself decides on the dtype of its result
-            dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-        plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, None if c is None else c.dtype)
-        if check:
-            plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
-            plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
-        if len(_norm_plans) >= 1024:
-            _norm_plans.clear()
-        _norm_plans[key] = plan
+    with torch.no_grad():  # the norm itself decides on the dtype of its result
+        dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
+    c = own_parameters(norm).get("bias")
+    plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, None if c is None else c.dtype)
+    if check:
+        plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
+        plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
+    if len(norm_plans) >= 1024:
+        norm_plans.clear()
+    norm_plans[key] = plan
     return plan

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ... import bench
 from ..._compat import TorchDispatchMode
-from ...bench import report as bench_report
+from ...bench import results as bench_results
 from ...blocks import spec_of
 from ...connections import CONNECTIONS, Connection
 from ...convert import connect
@@ -287,12 +287,12 @@ def overhead(models: Sequence[str], **options: Any) -> list[Row]:
     return [{**row, "device": device_name(resolved.device)} for row in table]
 
 
-def _overhead_row(group: bench.Group, results: Sequence[bench_report.Result]) -> Row:
-    linear, feature = bench_report.rows(group.labels, group.images, results)
+def _overhead_row(group: bench.Group, results: Sequence[bench_results.Result]) -> Row:
+    linear, feature = bench_results.rows(group.labels, group.images, results)
     labels = {name: linear[name] for name in ("model", "shape", "layout", "dtype", "mode")}
     note = linear["note"] or feature["note"]
     # ratio = time of feature / time of linear, so the lost share of the throughput is 1 - 1 / ratio
-    lost = {q: None if note else 100 * (1 - 1 / feature[f"ratio_{q}"]) for q in bench_report.QUANTILES}
+    lost = {q: None if note else 100 * (1 - 1 / feature[f"ratio_{q}"]) for q in bench_results.QUANTILES}
     return {
         **labels, "linear": linear["images_per_s"], "feature": feature["images_per_s"], "overhead": lost["p50"],
         "overhead_p20": lost["p20"], "overhead_p80": lost["p80"], "repeats": linear["repeats"], "note": note}

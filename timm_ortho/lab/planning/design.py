@@ -57,8 +57,8 @@ from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
 from ...models.variant_arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
-from ..options import known_options
 from ..paper import architecture, experiments, skip_recipe
+from ..train_options import known_options
 from . import recipe
 
 COMPARISON = "compare"
@@ -147,24 +147,23 @@ class Design:
         """The values of each axis."""
         return {axis: list(values) for axis, values in self.grid.items()}
 
-    def variants(self, requested: Mapping[str, Any], trainer: str = "lab") -> list[Variant]:
+    def variants(self, requested: Mapping[str, Any]) -> list[Variant]:
         """Return the variants that can be run, see `expand`. Raise a LabError if there are none."""
-        variants, left_out = self.expand(requested, trainer)
+        variants, left_out = self.expand(requested)
         if not variants:
             raise LabError(f"nothing of study '{self.name}' can be run: {left_out[0]}")
         return variants
 
-    def expand(self, requested: Mapping[str, Any], trainer: str = "lab") -> tuple[list[Variant], list[str]]:
+    def expand(self, requested: Mapping[str, Any]) -> tuple[list[Variant], list[str]]:
         """Return the variants of all cells in order, and the reasons why cells are left out.
 
         Args:
             requested: timm's options from the command line, which override the study's.
-            trainer: `lab`, or `train.py` to allow options that the lab's loop does not have.
 
         Raises:
             LabError: A requested option is unknown, or the study varies it.
         """
-        recipe.resolve(requested, "train.py")  # checks names and types, before options are merged
+        recipe.resolve(requested)  # checks names and types, before options are merged
         self._refuse_varied(requested)
         variants, left_out = [], []
         for labels in itertools.product(*self.grid.values()):
@@ -176,14 +175,13 @@ class Design:
             if "connection" in changes:
                 connections = [changes["connection"]]
             try:
-                variants += [self._variant(cell, connection, changes, requested, trainer) for connection in connections]
+                variants += [self._variant(cell, connection, changes, requested) for connection in connections]
             except _NoRecipe as error:
                 left_out.append(str(error))
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
-            self, cell: Mapping, connection: str, changes: Mapping, requested: Mapping[str, Any], trainer: str
-    ) -> Variant:
+            self, cell: Mapping, connection: str, changes: Mapping, requested: Mapping[str, Any]) -> Variant:
         values = _merged(_merged(self.options, changes["options"]), requested)
         model = changes.get("model", requested.get("model", self.model))
         if model:
@@ -195,7 +193,7 @@ class Design:
             base = "digits" if dataset == "digits" else "small_images"
         elif base == "paper":
             base = _paper_recipe(model, dataset)
-        options = recipe.resolve_variant(values, base, trainer)
+        options = recipe.resolve_variant(values, base)
         switch = _switch(connection, changes.get("switch"))
         options.model_kwargs = _effective(options.model_kwargs, {connection, switch.get("switch_to", connection)})
         options.model_kwargs["connection"] = connection

@@ -8,8 +8,8 @@ from ...models import skip_networks
 from ...models.names import base_name
 from ...models.paper import ARCHITECTURES
 from .. import LabError
-from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
+from ..train_options import known_options, options_with
 from .design import Design, Variant, load
 
 # Each of these options has a line of its own if it differs from the paper. So have arguments of the
@@ -24,9 +24,7 @@ _ON_DEVICE = {"train_crop_mode": "crop_padding", "aa": "rand_augment", "reprob":
 
 
 def deviations(
-        design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab",
-        on_device: bool = False,
-) -> list[str]:
+        design: Design, requested: Mapping[str, Any], seeds: Sequence[int], on_device: bool = False) -> list[str]:
     """Return lines with the differences from the paper, such as "epochs: 15 here; 300 in the paper".
 
     Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
@@ -37,7 +35,6 @@ def deviations(
         design: The study at the scale of the runs.
         requested: timm's options from the command line, as for `Design.expand`.
         seeds: The seeds of the runs.
-        trainer: `lab` or `train.py`.
         on_device: Whether the images are stored on the device, see `lab.device_images`.
 
     Returns:
@@ -49,7 +46,7 @@ def deviations(
     data = own_data if own_data in design.paper_data else next(iter(design.paper_data), None)
     try:
         paper = load(design.source, "paper")
-        there = paper.variants({"dataset": data, "device": "cpu"} if data else {}, "train.py")
+        there = paper.variants({"dataset": data, "device": "cpu"} if data else {})
     except LabError:  # a user's study may have no scale `paper`
         return []
     lines = []
@@ -60,7 +57,7 @@ def deviations(
               for axis, values in design.axes.items() if axis in paper.axes and values != paper.axes[axis]]
     if len(seeds) != paper.seeds:
         lines.append(comparison("seeds", len(seeds), paper.seeds))
-    pairs, by_necessity = list(_pairs(design.variants(requested, trainer), there)), {}
+    pairs, by_necessity = list(_pairs(design.variants(requested), there)), {}
     for model, here, partner in pairs:
         lines += [_prefix([model], pairs) + line for line in _differences(_options(here), _options(partner))]
         for text in [*_of_recipe(here, partner, data, on_device), *(_of_device(here) if on_device else ())]:

@@ -11,7 +11,7 @@ from ..._yaml import dump_yaml, load_yaml
 from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
-from ..options import options_with
+from ..train_options import options_with
 from .design import Design, Variant, is_default
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine.
@@ -74,26 +74,13 @@ def data_name(requested: Mapping[str, Any], first: Variant) -> str:
 
 def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
     """Raise a LabError if stored and new settings differ. The message lists the first three differences."""
-    stored, new = _comparable(stored), _comparable(as_yaml_values(new))
+    stored, new = _flat(stored), _flat(as_yaml_values(new))
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:
         values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
                            f"{new.get(key)!r:.60}" for key in differing[:3])
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
-
-
-def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without nested mappings, see `_flat`, to compare with other settings.
-
-    The arguments of connections that `study_settings` leaves out are left out here too, because folders of earlier
-    versions contain them. `amp_dtype` is left out if `amp` is off, because it then has no effect.
-    """
-    flat = _flat(values)
-    return {key: value for key, value in flat.items()
-            if (key != "options.amp_dtype" or flat.get("options.amp"))
-            and not key.startswith("options.model_kwargs.connection")
-            and not is_default(key.rpartition("model_kwargs.")[2], value)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

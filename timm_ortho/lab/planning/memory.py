@@ -24,8 +24,8 @@ from ..._images import data_config
 from ...models.meta import on_meta
 from .. import LabError
 from ..running.loop import build_model
-from .checks import refused
 from .design import Variant
+from .model_check import refused
 from .request import Request
 
 GB = 10**9
@@ -163,7 +163,7 @@ def fit_cells(request: Request, variants: Sequence[Variant]) -> list[str]:
     Returns:
         A line for each cell, with the settings and the memory of a step.
     """
-    if request.trainer == "lab" or not request.device().startswith("cuda"):
+    if not request.device().startswith("cuda"):
         return []
     memory, processes = gpu_memory(request.gpu_memory), max(1, request.gpus) * request.nodes
     cells: dict[str, list[Variant]] = {}

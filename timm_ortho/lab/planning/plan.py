@@ -2,11 +2,11 @@
 
 The output folder of a study contains:
 
-    study.yaml      the settings, a description for the report, and the places
+    study.yaml      the settings, a description for the report, and the points of the grid
     <run>/          a folder for each run, see `lab.folder`, with the name `<axis>=<value>-<connection>-seed<k>`
     results.json, report.html, report.md
 
-A place is one cell of the study's grid with one connection and one seed. Places with equal settings share a run. Runs
+A point is one cell of the study's grid with one connection and one seed. Points with equal settings share a run. Runs
 with the same seed are paired: they start from the same weights and see the same batches. Runs are ordered by seed, so
 that the first seeds of an interrupted study have complete pairs.
 """
@@ -24,12 +24,12 @@ from .. import LabError, write_text
 from ..data import Source
 from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
-from .checks import Size, check, check_runs
 from .design import COMPARISON, Variant
 from .deviations import deviations
 from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
-from .memory import fit_cells
+from .model_check import Size
 from .request import Request
+from .trainers import check
 
 STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.
@@ -43,33 +43,33 @@ class StudyPlan:
     folder: Path
     settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
     study: dict  # the description of the study for its report
-    places: list[dict]  # each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
-    runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `places` only
+    points: list[dict]  # each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
+    runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `points` only
     left_out: list[str]  # reasons why cells are not run
     memory: list[str]  # for each cell that trains on GPUs, the precision, the images at once and the memory of a step
 
     def write(self) -> None:
-        """Write `study.yaml` and the folders of the runs. Places that earlier commands wrote are kept.
+        """Write `study.yaml` and the folders of the runs. Points that earlier commands wrote are kept.
 
         Raises:
             LabError: The output is not a folder, or contains files but no readable `study.yaml`, or a study with other
                 settings or images, or a run with other options.
         """
-        def key(place: Mapping[str, Any]) -> tuple:
-            return place["cell"], place["connection"], place["seed"]
+        def key(point: Mapping[str, Any]) -> tuple:
+            return point["cell"], point["connection"], point["seed"]
 
-        new = [key(place) for place in self.places]
-        earlier = [place for place in self._stored().get("places", ()) if key(place) not in new]
-        self.places = sorted([*earlier, *self.places], key=lambda place: place["seed"])
-        self.study["seeds"] = sorted({place["seed"] for place in self.places})
-        self.study["connections"] = list(dict.fromkeys(place["connection"] for place in self.places))
+        new = [key(point) for point in self.points]
+        earlier = [point for point in self._stored().get("places", ()) if key(point) not in new]
+        self.points = sorted([*earlier, *self.points], key=lambda point: point["seed"])
+        self.study["seeds"] = sorted({point["seed"] for point in self.points})
+        self.study["connections"] = list(dict.fromkeys(point["connection"] for point in self.points))
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
             if (folder / PLAN).is_file():
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
-                  "study": self.study, "places": self.places}
+                  "study": self.study, "places": self.points}
         write_text(self.folder / STUDY, dump_yaml(as_yaml_values(values), sort_keys=False))
         for name, run in self.runs.items():
             run.write(self.folder / name)
@@ -107,7 +107,7 @@ def read(folder: Path) -> dict:
     values = read_yaml(folder / STUDY)
     if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
         raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
-    outside = [place["run"] for place in values["places"] if file_name(place["run"]) != place["run"]]
+    outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
     if outside:
         raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct its places")
     return values
@@ -119,7 +119,6 @@ def plan(request: Request) -> StudyPlan:
     Raises:
         LabError: The study cannot be run as requested.
     """
-    request.check_machines()
     design, requested = request.design, dict(request.options)
     import_modules(requested.get("device_modules"), LabError)
     if not design.is_comparison:
@@ -128,7 +127,7 @@ def plan(request: Request) -> StudyPlan:
     elif requested.get("data_dir") and design.recipe is None:  # a recipe may set a data set that needs --data-dir
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
-    variants, left_out = design.expand(requested, request.trainer)
+    variants, left_out = design.expand(requested)
     variants = request.select(variants)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
@@ -137,32 +136,27 @@ def plan(request: Request) -> StudyPlan:
         raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset NAME, or "
                        "--dataset '' for an image folder")
     seeds = request.seed_list(first.options.seed)
-    source, sizes = check(request, variants)
-    memory = fit_cells(request, variants)
-    places, runs = places_of(request, variants, seeds)
-    if request.trainer == "lab":
-        check_runs(runs, places, seeds[0], source)
+    source, sizes, memory = check(request, variants)
+    points, runs = points_of(request, variants, seeds)
     settings = study_settings(design, requested, first)
     study = _description(request, requested, seeds, variants)
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
     if source is not None:
-        study["data"] = _data_of(source, sizes)
-        if request.trainer == "lab":
-            study["data"]["on_device"] = _on_device(variants)
+        study["data"] = {**_data_of(source, sizes), "on_device": _on_device(variants)}
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
-    return StudyPlan(folder, settings, study, places, runs, left_out, memory)
+    return StudyPlan(folder, settings, study, points, runs, left_out, memory)
 
 
-def places_of(
+def points_of(
         request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
-    """Return the places ordered by seed, and the runs by name. Places with equal settings share a run.
+    """Return the points ordered by seed, and the runs by name. Points with equal settings share a run.
 
     Raises:
         LabError: Runs with different settings would have the same name.
     """
-    places, runs, names = [], {}, {}
+    points, runs, names = [], {}, {}
     for seed in seeds:
         for variant in variants:
             run, name = _run(request, variant, seed), variant.name(seed)
@@ -172,9 +166,9 @@ def places_of(
                     raise LabError(f"two different runs have the name '{name}': write one value of an axis "
                                    "differently, or give cells with the key 'switch' only one connection")
                 names[identity], runs[name] = name, run
-            places.append({"cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed,
+            points.append({"cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed,
                            "run": names[identity]})
-    return places, runs
+    return points, runs
 
 
 def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
@@ -190,12 +184,11 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
                 raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
         stages = [Stage(".", options, stop_epoch=stop),
                   Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
-    design = request.design
-    common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
-    if request.trainer == "lab":
-        return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs even without a script
-    return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
+    of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
+    if request.train_py is None:
+        return RunPlan("lab", stages, **of_design)
+    script = str(request.train_py.absolute())
+    return RunPlan(script, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description
@@ -211,7 +204,7 @@ def _description(
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
-        "changed": deviations(design, requested, seeds, request.trainer, _on_device(variants)),
+        "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     })

@@ -1,7 +1,7 @@
 """Read recipes. A recipe is a YAML file with options of timm's `train.py`. `train.py -c FILE` reads it, too.
 
-The options, their defaults and their types are in the module `options`. If timm's script trains the runs, its parser
-must have the requested options, too.
+The options, their defaults and their types are in the module `train_options`. If timm's script trains the runs, its
+parser must have the requested options, too.
 """
 import argparse
 import importlib
@@ -16,7 +16,7 @@ from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import check_options
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
-from ..options import defaults, known_options, options_with
+from ..train_options import defaults, known_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 
@@ -48,40 +48,26 @@ def load(name: str) -> dict[str, Any]:
     return values
 
 
-def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
+def resolve(values: Mapping[str, Any]) -> Namespace:
     """Return all options of timm's `train.py`, with the requested values or else the defaults.
 
     Args:
         values: Options by name, from a recipe or the command line. They are converted to the options' types.
-        trainer: `lab` or `train.py`. The lab's loop has fewer options than `train.py`.
 
     Raises:
-        LabError: An option is unknown or has a wrong type, or the trainer is `lab` and its loop lacks the schedule or
-            an option whose value is not the default.
+        LabError: An option is unknown or has a wrong type.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
-    if typed.get("data") is not None:  # the deprecated positional argument of train.py
-        typed.setdefault("data_dir", typed["data"])
-    if trainer == "lab":
-        changed = [key for key, value in typed.items() if not _is_default(key, value)]
-        missing = [f"'{key}'" for key in changed if key not in options_with("lab", "used", "unused") | {"data"}]
-        if missing:
-            raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove the "
-                           "option, or train with --train-py")
-        if typed.get("sched") in ("plateau", "none"):
-            raise LabError(f"the lab's own loop has no schedule '{typed['sched']}': choose another, such as constant, "
-                           "or train with --train-py")
     return Namespace(**{**defaults(), **typed})
 
 
-def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
+def resolve_variant(requested: Mapping[str, Any], name: str) -> Namespace:
     """Return all options of timm's `train.py` for a recipe. `model` is replaced by its variant with suffix `_ortho`.
 
     Args:
         requested: timm's options by name, which override the recipe's.
         name: File or name of the recipe.
-        trainer: `lab` or `train.py`.
     """
     values = load(name)
     own = base_name(str(values.get("model", "vit_small")))
@@ -90,7 +76,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
         values = {key: value for key, value in values.items() if key not in _BY_MODEL}
     kwargs = {**(values.get("model_kwargs") or {}), **(requested.get("model_kwargs") or {})}
     values = {**values, **requested, "model": base, "model_kwargs": kwargs}
-    options = resolve(values, trainer)
+    options = resolve(values)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     check_options(vars(options), LabError, f"the study or recipe '{name}'")
@@ -165,6 +151,7 @@ def _scalar(key: str, kind: str, value: Any) -> Any:
     raise LabError(f"option '{key}' is {value!r}, but must be {expected}")
 
 
-def _is_default(key: str, value: Any) -> bool:
+def is_unset(key: str, value: Any) -> bool:
+    """Return whether an option has its default, or an empty value with the same effect."""
     default = known_options()[key]["default"]
     return value == default or (value in ("", [], {}) and not default)

@@ -19,25 +19,11 @@ class Request:
     output: Optional[str] = None  # output folder; None for a folder below `output/` whose name depends on the settings
     # Pairs of an axis and comma-separated values: only cells with one of these values are run. Empty for all cells.
     only: Sequence[tuple[str, str]] = ()
-    train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
+    train_py: Optional[Path] = None  # timm's train.py, which scale `paper` requires; None: the lab's own loop trains
     gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
     nodes: int = 1  # machines that each run of `train.py` uses
     gpu_memory: Optional[float] = None  # gigabytes of a GPU; None for this machine's GPU, see `memory.gpu_memory`
     command: str = ""  # the command line, which the report shows
-
-    @property
-    def trainer(self) -> str:
-        """The trainer of all runs: `train.py`, or `lab` for the lab's own training loop."""
-        return "train.py" if self.train_py is not None or self.design.scale == "paper" else "lab"
-
-    def check_machines(self) -> None:
-        """Raise a LabError if the trainer cannot use the requested numbers of GPUs and nodes."""
-        if self.gpus < 0 or self.nodes < 1:
-            raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {self.gpus} and {self.nodes}")
-        if self.trainer == "lab" and self.gpu_memory is not None:
-            raise LabError("--gpu-memory needs timm's train.py: add --train-py")
-        if self.trainer == "lab" and (self.gpus or self.nodes > 1):
-            raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
 
     def device(self) -> str:
         """Return the device of the runs. The default is `cuda` if this machine has a GPU or if GPUs are requested."""

@@ -8,9 +8,9 @@ from ...models.names import SUFFIXES, base_name, suffix_of
 from ...runs.folders import read_history
 from .. import LabError
 from ..folder import RESULT, RunPlan, history, metrics_of, read_json, read_lines, read_yaml, state
-from ..options import options_with
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
+from ..train_options import options_with
 from . import published
 
 # Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`

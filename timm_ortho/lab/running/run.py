@@ -109,15 +109,15 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
 
 def _check(plan: RunPlan, source: Path, train_py: Optional[str]) -> None:
     """Raise a LabError if a plan would run code that the user has not chosen."""
-    if plan.trainer not in ("lab", train_py):
-        raise LabError(f"{source} trains with the script {plan.trainer}: if you trust it, name it too (--train-py "
-                       f"{shlex.quote(plan.trainer)})")
+    if plan.script not in (None, train_py):
+        raise LabError(f"{source} trains with the script {plan.script}: if you trust it, name it too (--train-py "
+                       f"{shlex.quote(plan.script)})")
     for options in (stage.options for stage in plan.stages):
         check_options(options, LabError, str(source))
         if options.get("pretrained") and not is_variant(options["model"]):  # timm would choose the file
             raise LabError(f"{source} starts from weights of '{options['model']}', but only variants' weights are read")
         for key in ("initial_checkpoint", "pretrained_path", "resume"):  # timm's script would unpickle these files
-            if plan.trainer != "lab" and options.get(key):
+            if plan.script is not None and options.get(key):
                 try:
                     load_checkpoint(options[key])
                 except (OSError, WeightsError) as error:
@@ -167,7 +167,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     source: Optional[Source] = None
     for stage in plan.stages:
         options = _options(plan, stage, folder)
-        if plan.trainer_name == "lab":
+        if plan.script is None:
             source = source or open_source(options, plan.hold_out)
             Training(plan, stage, folder, source, options).train()
         else:

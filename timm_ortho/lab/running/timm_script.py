@@ -17,7 +17,7 @@ from .. import LabError, one_line
 from ..data import open_source
 from ..folder import RunPlan, Stage
 from ..image_folder import is_here
-from ..options import defaults
+from ..train_options import defaults
 
 _SECONDS_TO_STOP = 30
 
@@ -58,7 +58,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     done = _epochs(last)
     if done != stage.last_epoch:
         kind = Died if process.returncode < 0 or done > before else LabError
-        raise kind(f"{plan.trainer} ended with exit status {process.returncode} after {done} of {stage.last_epoch} "
+        raise kind(f"{plan.script} ended with exit status {process.returncode} after {done} of {stage.last_epoch} "
                    "epochs")
 
 
@@ -75,14 +75,14 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
     """Return the command line that trains a stage, or continues from its last checkpoint if it has one."""
     last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
     words = [
-        sys.executable, *torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
+        sys.executable, *torchrun(plan), plan.script, "-c", str(folder / stage.folder / "args.yaml"),
         "--output", str(folder.absolute().parent),
         "--experiment", os.path.normpath(Path(folder.absolute().name, stage.folder))]
     if stage.begins_with == "weights":
         words += ["--initial-checkpoint", str(before)]
     if last.is_file() or stage.begins_with == "checkpoint":
         words += ["--resume", str(last if last.is_file() else before)]
-    if stage.stop_epoch is not None and "--stop-epoch" in Path(plan.trainer).read_text(encoding="utf-8"):
+    if stage.stop_epoch is not None and "--stop-epoch" in Path(plan.script).read_text(encoding="utf-8"):
         words += ["--stop-epoch", str(stage.stop_epoch)]
     return words
 

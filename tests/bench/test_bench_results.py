@@ -1,4 +1,4 @@
-"""bench/report.py: metrics computed from known times, and the files and tables of `timm-ortho bench`."""
+"""bench/results.py: metrics computed from known times, and the files and tables of `timm-ortho bench`."""
 import sys
 from contextlib import nullcontext
 
@@ -6,8 +6,8 @@ import pytest
 from helpers.bench_runs import read
 
 from timm_ortho import bench, cli
-from timm_ortho.bench import report
-from timm_ortho.bench.report import METRICS, Result, quantiles, rows, tables, write_plot, write_rows
+from timm_ortho.bench import results
+from timm_ortho.bench.results import METRICS, Result, quantiles, rows, tables, write_plot, write_rows
 
 
 def group(**candidates):
@@ -99,7 +99,7 @@ def test_files_are_written_atomically(tmp_path, monkeypatch):
         assert (tmp_path / "victim").read_text() == "precious"
         before = (tmp_path / name).read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(report.os, "replace", lambda *_: 1 / 0)
+            patch.setattr(results.os, "replace", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 write(tmp_path, measured * 2)
         assert (tmp_path / name).read_bytes() == before

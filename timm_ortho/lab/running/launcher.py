@@ -62,16 +62,16 @@ class _Progress:
         self.sizes: dict[str, int] = {}  # bytes in the summary.csv files of each run; a new size means new epochs
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
-        self.began, self.said = time.monotonic(), -math.inf
+        self.began, self.written = time.monotonic(), -math.inf
         # disable=None shows the bar only if the output is a terminal
         disable = _reports_no_width() or None
         self.bar = tqdm(
             total=self.total, initial=self.before, leave=False, disable=disable, dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
-            self.say(f"{len(self.finished)} of {len(runs)} runs are already finished")
+            self.write(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print a line above the bar."""
         tqdm.write(text, file=sys.stderr)
 
@@ -79,7 +79,7 @@ class _Progress:
         """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`."""
         run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
-        self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
+        self.write(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
         """Show the last finished epoch of each named run that has finished an epoch since the last call.
@@ -105,10 +105,10 @@ class _Progress:
         if not self.bar.disable:
             self.bar.n = done
             self.bar.set_description_str(f"; {text}", refresh=False)
-        elif now - self.said >= _SECONDS_BETWEEN_LINES:
-            self.said = now
+        elif now - self.written >= _SECONDS_BETWEEN_LINES:
+            self.written = now
             left = (now - self.began) / max(1, done - self.before) * (self.total - done)
-            self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
+            self.write(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""
@@ -116,7 +116,7 @@ class _Progress:
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
         seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
-        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
+        self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
 class Terminated(KeyboardInterrupt):
@@ -166,7 +166,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
         while queue or at_work:
             while queue and slots:
                 name, slot = queue.pop(0), slots.pop(0)
-                words = words_of([runs[name]], threads)
+                words = ["--threads", str(threads), *words_of([runs[name]])]
                 process = context.Process(target=_work, args=(root / name, words, {**os.environ, **slot}))
                 process.start()
                 at_work[process] = (name, slot)
@@ -184,7 +184,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 if (root / name / RESULT).is_file():
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
-                    progress.say(f"timm-ortho: {name} {ended}; it is started again")
+                    progress.write(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
                     progress.fail(name, error or f"its process {ended}", process.pid)
@@ -222,15 +222,14 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
-def words_of(runs: Sequence[RunPlan], threads: int) -> list[str]:
-    """Return the options of `lab.running.run` for runs of one study that the user planned.
+def words_of(runs: Sequence[RunPlan]) -> list[str]:
+    """Return the options of `lab.running.run` that name the script and the modules of runs of one study.
 
-    They name the script and the modules of the plans again, because the process does not trust the files that it reads.
+    The plans contain these names too, but a run's process does not trust the files that it reads.
     """
-    trainer = runs[0].trainer
+    script = runs[0].script
     modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
-    return ["--threads", str(threads), *(["--train-py", trainer] if trainer != "lab" else []),
-            *(["--device-modules", *modules] if modules else [])]
+    return [*(["--train-py", script] if script else []), *(["--device-modules", *modules] if modules else [])]
 
 
 def _work(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -269,7 +268,7 @@ class _Task:
     requeues the job.
     """
 
-    words: Sequence[str]  # see `words_of`
+    words: Sequence[str]  # options of `lab.running.run`
 
     def __call__(self, folder: str) -> int:
         import submitit
@@ -302,7 +301,6 @@ class Slurm:
     threads: int = 1  # number of CPU threads of each run
     minutes: int = 24 * 60  # time limit of a job in minutes
     options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
-    poll: float = 2.0  # number of seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
         """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
@@ -358,7 +356,7 @@ class Slurm:
                 attempts.update(todo)
             elif set(waiting(root, runs)) <= set(progress.failed):
                 break
-            time.sleep(self.poll)
+            time.sleep(2)
             progress.update(set(runs) - progress.finished)
             for name in runs:
                 if name not in progress.finished and (root / name / RESULT).is_file():
@@ -371,7 +369,7 @@ class Slurm:
 
         executor = self.executor(root, runs[names[0]])
         try:
-            task = _Task(words_of([runs[name] for name in names], self.threads))
+            task = _Task(["--threads", str(self.threads), *words_of([runs[name] for name in names])])
             jobs = executor.map_array(task, [str((root / name).absolute()) for name in names])
         except submitit.core.utils.FailedJobError as error:
             raise LabError(f"sbatch failed: {error_text(error)}") from None

@@ -20,7 +20,7 @@ from ..planning.design import COST_STUDIES, SCALES
 from ..reporting import report
 from ..reporting.page import Block, Grid, Heading, Text, text_table
 from . import measure
-from .tables import content
+from .cost_tables import content
 
 
 def cost(

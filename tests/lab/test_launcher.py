@@ -33,7 +33,7 @@ from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
 from timm_ortho.lab.folder import LOG, RESULT, RunPlan, Stage
 from timm_ortho.lab.reporting import collect
-from timm_ortho.lab.running import features, launch, run
+from timm_ortho.lab.running import features, launcher, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="requires Linux: /proc does not exist")
@@ -84,7 +84,7 @@ def test_reports_need_no_data_and_can_be_opened(tiny, monkeypatch, tmp_path, cap
 
 def test_finished_runs_are_not_started_again(tiny, monkeypatch, capsys):
     path, output = tiny
-    monkeypatch.setattr(launch, "_work", lambda *_: pytest.fail("a finished run was started again"))
+    monkeypatch.setattr(launcher, "_work", lambda *_: pytest.fail("a finished run was started again"))
     before = {item: item.read_bytes() for item in output.glob("*/*")}
     assert study.run(request(path, output), parallel=2) == 0
     assert {item: item.read_bytes() for item in output.glob("*/*")} == before | {
@@ -197,7 +197,7 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ progress
 def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "local", lambda *_: {})
+    monkeypatch.setattr(launcher, "local", lambda *_: {})
     requested = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
     assert study.run(requested) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
@@ -216,7 +216,7 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
     """Progress is a bar on a terminal, and lines of text elsewhere. One run is continued, and one run's loss is nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
-    monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: next(clock))
 
     def epoch(name, number, loss, top1):
         path = experiment.folder / name / "summary.csv"
@@ -225,7 +225,7 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
             file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
 
     epoch("linear-seed0", 0, 2.5, 10.0)
-    lines = launch._Progress(experiment.folder, experiment.runs)  # the mocked clock is at 0 seconds
+    lines = launcher._Progress(experiment.folder, experiment.runs)  # the mocked clock is at 0 seconds
     lines.update(experiment.runs)
     assert capsys.readouterr().err == ""  # there is no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
@@ -242,7 +242,7 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
         "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
     monkeypatch.undo()
     monkeypatch.setattr(sys, "stderr", Terminal())
-    bar = launch._Progress(experiment.folder, experiment.runs)
+    bar = launcher._Progress(experiment.folder, experiment.runs)
     epoch("feature-seed0", 2, 0.5, 90.0)
     bar.update(experiment.runs)
     shown = sys.stderr.getvalue().rpartition("\r")[2]
@@ -256,7 +256,7 @@ def test_a_terminal_of_0_columns_shows_lines(tmp_path, monkeypatch):
     reading, writing = os.openpty()  # a new pseudo-terminal has no size
     with open(reading, "rb", buffering=0) as terminal, open(writing, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        progress = launch._Progress(experiment.folder, experiment.runs)
+        progress = launcher._Progress(experiment.folder, experiment.runs)
         (experiment.folder / "linear-seed0" / "summary.csv").write_text(
             "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,2.5,1.0,10.0,99.0,0.001\n")
         progress.update(experiment.runs)
@@ -298,15 +298,15 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
         Process = staticmethod(lambda **arguments: Process(**arguments))
         set_forkserver_preload = staticmethod(lambda *_: None)
 
-    monkeypatch.setattr(launch, "get_context", lambda *_: Context)
-    failed = launch.local(experiment.folder, experiment.runs)
+    monkeypatch.setattr(launcher, "get_context", lambda *_: Context)
+    failed = launcher.local(experiment.folder, experiment.runs)
     assert {name: started.count(name) for name in experiment.runs} == {
-        "linear-seed0": 2, "feature-seed0": launch.ATTEMPTS, "global-seed0": 1}
+        "linear-seed0": 2, "feature-seed0": launcher.ATTEMPTS, "global-seed0": 1}
     assert failed == {
         "feature-seed0": f"its process was killed (SIGKILL), see {experiment.folder / 'feature-seed0' / LOG}"}
     assert "feature-seed0  failed    its process was killed (SIGKILL)\n" in collect.status(experiment.folder)
     errors = capsys.readouterr().err
-    assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is started again") == launch.ATTEMPTS - 1
+    assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is started again") == launcher.ATTEMPTS - 1
     assert "timm-ortho: feature-seed0 failed: its process was killed" in errors
     assert_same_run(experiment.folder / "linear-seed0", whole)
 
@@ -345,7 +345,7 @@ def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_
     sessions = [{"pid": 17, "host": "elsewhere", "begin": "a"}]
     (folder / "sessions.json").write_text(json.dumps(sessions))
     with folders.work_on(folder):
-        failed = launch.local(experiment.folder, experiment.runs)
+        failed = launcher.local(experiment.folder, experiment.runs)
     reason = f"another process trains {folder} (process 17 on host elsewhere): wait for it, or stop it"
     assert failed == {"linear-seed0": f"{reason}, see {folder / LOG}"}
     assert "it is started again" not in capsys.readouterr().err
@@ -420,7 +420,7 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
     before = signal.getsignal(signal.SIGTERM)
     # If a shell started pytest in the background, this process ignores SIGINT.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
+    monkeypatch.setattr(launcher, "local", lambda *_: signal.raise_signal(sent))
     try:
         assert study.run(requested) == 128 + sent
     finally:
@@ -489,17 +489,17 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     stage = Stage(".", {"device": "cuda"})
     runs = {"one": RunPlan("train.py" if gpus else "lab", [stage], gpus=gpus)}
-    assert launch._slots(runs, parallel) == [{"CUDA_VISIBLE_DEVICES": slot} for slot in slots]
+    assert launcher._slots(runs, parallel) == [{"CUDA_VISIBLE_DEVICES": slot} for slot in slots]
     with pytest.raises(LabError, match="needs 3 GPUs per node and 1 node, but this machine is one node with 2 GPUs"):
-        launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
+        launcher._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
-    assert launch._slots(named, 2) == [{}, {}]
+    assert launcher._slots(named, 2) == [{}, {}]
 
 
 def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
-    launch._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
+    launcher._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
     assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
 
 
@@ -513,13 +513,13 @@ def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, sta
     """
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
-    monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
+    monkeypatch.setattr(launcher.os, "environ", {})
     waited = []
-    monkeypatch.setattr(launch.time, "sleep", waited.append)
-    assert launch._Task([])(str(tmp_path)) == status
+    monkeypatch.setattr(launcher.time, "sleep", waited.append)
+    assert launcher._Task([])(str(tmp_path)) == status
     assert bool(waited) == waits
-    assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
+    assert launcher.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
 
 
 def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
@@ -528,9 +528,9 @@ def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise submitit.core.utils.FailedJobError("sbatch: error:\n invalid partition specified: nope")
 
-    monkeypatch.setattr(launch.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
+    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
     with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
-        launch.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
+        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
 
 
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
@@ -540,4 +540,4 @@ def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=none))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="--launcher slurm needs Slurm, but sbatch is missing"):
-        launch.Slurm().train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+        launcher.Slurm().train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})

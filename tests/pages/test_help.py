@@ -1,0 +1,17 @@
+"""Test that scripts print their usage with --help instead of starting."""
+import runpy
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["quickstart", "checks.linear_floor", "checks.names", "checks.rates"])
+def test_help(name, monkeypatch, capsys):
+    if name == "quickstart":
+        pytest.importorskip("nbclient")
+    monkeypatch.delitem(sys.modules, f"scripts.{name}", raising=False)
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(f"scripts.{name}", run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m scripts.{name} [-h]")
