@@ -120,6 +120,13 @@ def test_training_does_not_write_through_links(theirs, name):
             write()
 
 
+@pytest.mark.parametrize("name", [".slurm", "linear-seed0/job"])
+def test_a_plan_does_not_write_through_links(theirs, name):
+    link(theirs / name, theirs.parent / "victim")
+    with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
+        study.make_plan(compared(theirs, ["linear"], epochs=1))
+
+
 def test_the_state_of_a_run_does_not_lock_through_a_link(theirs, monkeypatch):
     """Releases of filelock before 3.20.1 truncate the file that a link names."""
     folder = theirs / "linear-seed0"
