@@ -242,28 +242,15 @@ class Effect(Comparison):
     def runs(self) -> Sequence[Run]:
         return runs_of(self.study)
 
-    @cached_property
-    def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        """The cells (tuples of one level per factor), and the differences F − linear as an array ``[seeds, cells]``."""
-        rows = list(table(self.study, None, self.read).values())
-        cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
-        differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
-        return [tuple(cell.split("-")) for cell in cells], np.array(differences)
-
-    @property
-    def seeds(self) -> int:
-        return len(self.by_cell[1])
-
     def measured(self, level: float = 0.95) -> Difference:
-        levels, differences = self.by_cell
+        rows = table(self.study, None, self.read)
+        cells = dict.fromkeys(setting[0] for row in rows.values() for setting in row)
+        leads = {cell: {seed: row[cell, "feature"] - row[cell, "linear"] for seed, row in rows.items()}
+                 for cell in cells}
         first, second = FACTORS[self.factor]
-        signs = np.array([(second in of) - (first in of) for of in levels])
-        rest = differences - differences.mean(0) - differences.mean(1, keepdims=True) + differences.mean()
-        seeds, cells = differences.shape
-        freedom = (seeds - 1) * (cells - 1)
-        mean = float(2 * (differences.mean(0) * signs).mean())
-        error = 2 * math.sqrt((rest ** 2).sum() / freedom / differences.size)
-        return student_interval(mean, error, freedom, self.seeds, float(abs(differences).max()), level)
+        signs = {cell: (second in cell.split("-")) - (first in cell.split("-")) for cell in cells}
+        weights = {(0, cell): 2 * sign / len(cells) for cell, sign in signs.items()}
+        return pooled_contrasts([leads], [weights], level)[0]
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),

@@ -141,7 +141,7 @@ Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatm
 
 
 def pooled_contrasts(
-        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
+        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]], level: float = 0.95,
 ) -> list[Optional[Difference]]:
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
@@ -157,6 +157,7 @@ def pooled_contrasts(
     Args:
         blocks: The values of each cell.
         contrasts: Weights by (index of the cell, treatment). In each cell they sum to zero.
+        level: Confidence of the two-sided intervals.
 
     Returns:
         One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
@@ -182,7 +183,7 @@ def pooled_contrasts(
             mean += float(contrast @ coefficients)
             leverage += float(contrast @ inverse @ contrast)
         error = math.sqrt(variance * leverage)
-        differences.append(student_interval(mean, error, freedom, min(seeds), scale) if min(seeds) else None)
+        differences.append(student_interval(mean, error, freedom, min(seeds), scale, level) if min(seeds) else None)
     return differences
 
 
