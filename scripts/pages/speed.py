@@ -67,29 +67,28 @@ def before_of(results: Path) -> list[BenchRow]:
 
 
 def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
-    """Return README's table: a line for each model, batch size and layout on a GPU; before, the default models.
+    """Return README's table: a line for each model, batch size and layout on a GPU.
 
-    While no GPU was measured, a sentence has the range of the ratios before the kernels were rewritten.
+    While no GPU was measured, the lines are for CPUs, and a sentence has the range of the ratios before the kernels
+    were rewritten.
     """
     names = {name for models in SHOWN.values() for name in models}
-    measured = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"
-                and row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
+    shown = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"]
+    on_gpus = [row for row in shown if row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
     lines = [[on, subject(model, shape, layout), *(
         cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values())]
-        for (on, model, shape, layout), group in cases(measured, "models", "model", "shape", "layout").items()]
-    if measured:
-        return table(["on", "model, batch", *COSTS], lines)
-    for model, _, batch in (default.partition(":") for default in DEFAULTS["cuda"]["models"]):
-        lines.append(["GPU", f"`{model.removesuffix('_ortho')}`, {batch}", *[NOT_MEASURED] * len(COSTS)])
-    default_cases = table(["on", "model, batch", *COSTS], lines)
+        for (on, model, shape, layout), group in cases(on_gpus or shown, "models", "model", "shape", "layout").items()]
+    header = ["on", "model, batch", *COSTS]
+    known = [index for index in range(len(header)) if any(line[index] != NOT_MEASURED for line in lines)]
+    measured = table([header[index] for index in known], [[line[index] for index in known] for line in lines])
     steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
              for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
-    if len(steps) < 2:
-        return default_cases
-    sentence = (f"Before the kernels were rewritten, a training step on one {old[0]['device']} took {steps['eager']} "
-                f"as long in eager mode, and {steps['compiled']} under `torch.compile` (bfloat16, [batches of 32 to "
-                "256](docs/speed.md#before-the-kernels-were-rewritten)).")
-    return default_cases + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
+    if on_gpus or len(steps) < 2:
+        return measured
+    sentence = (f"On a GPU: not measured. With an earlier version of the kernels, a training step on one "
+                f"{old[0]['device']} took {steps['eager']} as long in eager mode, and {steps['compiled']} under "
+                "`torch.compile` (bfloat16, [batches of 32 to 256](docs/speed.md#before-the-kernels-were-rewritten)).")
+    return measured + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def subject(model: str, shape: str, layout: str) -> str:

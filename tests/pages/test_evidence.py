@@ -341,7 +341,7 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
     assert evidence.verdict(rows).startswith(
         f"in narrow ViTs trained for 4 epochs, F {expected} and reaches a lower training loss on all of these; not ")
-    assert "longer runs than ours (4 epochs)" in evidence.verdict(rows)
+    assert "more than 4 epochs" in evidence.verdict(rows)
     (cifar, fashion) = evidence.fits(rows)
     assert cifar.startswith("CIFAR-10 (C1's runs): F − linear is +0.00 after epoch 1, +1.00 after epoch 2 and +0.62 ")
     assert evidence.higher_test_loss(rows) == "; its test loss is higher on CIFAR-10 and Fashion-MNIST"
@@ -499,7 +499,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert (f"The pairs of {' and '.join(missed)} vary more than planned." in after) == bool(missed)
     assert "trained for 8 to 20 epochs, F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
     said = " ".join(evidence.recommendation().split())
-    assert "trained for 8 to 20 epochs, top-1 accuracy minus that of plain addition is +" in said
+    assert "8 to 20 epochs), Orthogonal-F changes the top-1 accuracy of plain addition by +" in said
     assert re.search(r"\[[^]]*\] on Tiny ImageNet, [^]]*\] on CIFAR-10 and ", said)
     assert "width 384" not in said
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
@@ -511,4 +511,4 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 | 64 |\n" in after
     assert set(evidence.pictures()) == {"questions", "differences", "by_epoch", "by_time"}
     shutil.rmtree(pages.RESULTS / "studies" / f"cifar_width-{hypotheses.CIFAR}-small")
-    assert evidence.untested(evidence.of_vits())[-1] == "width 384"
+    assert evidence.untested(evidence.of_vits())[-1] == "width 384, as in ViT-S"
