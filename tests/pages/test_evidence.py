@@ -14,7 +14,7 @@ from scipy import stats
 from scripts.pages import commits, contrasts, evidence, hypotheses, studies as pages
 from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import published
-from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_differences
+from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_contrasts
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_equal_differences_decide_no_hypothesis(runs, only_study):
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
-    assert equal.ends(0.9) == (-float("inf"), float("inf"))
+    assert equal.measured(0.9).ends == (-float("inf"), float("inf"))
     assert not equal.within(5.0)
     assert equal.pooled.half_width is None
     assert contrasts.unpaired([1.0, 1.0], [2.0, 2.0]).p is None
@@ -99,7 +99,8 @@ def test_pooled_variance_covers_all_cells(runs):
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
     block = {name: dict(enumerate(of)) for name, of in (("linear", LINEAR), ("feature", FEATURE), ("global", other))}
-    assert [contrast(contrasts.difference()).pooled] == pooled_differences([block], [(0, "feature", "linear")])
+    assert [contrast(contrasts.difference()).pooled] == pooled_contrasts(
+        [block], [{(0, "feature"): 1.0, (0, "linear"): -1.0}])
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # without global's last seed
     assert contrast(contrasts.difference()).pooled.pairs == 4
 
