@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.reporting.collect import collect
 
+from ..pages.marked import table
 from . import linear_floor
 
 Run = Mapping[str, Any]
@@ -118,18 +119,17 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
     header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "chosen rate",
               "points above ridge regression", "training loss above floor", "gate"]
-    made = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
+    made = []
     for name, chosen in recipes.items():
         for connection, of in chosen.means.items():
             accuracy, loss = chosen.margins(connection)
-            made.append(
-                f"| {name} | {connection} | {' | '.join(f'{of[rate]:.2f}' if rate in of else '-' for rate in rates)} "
-                f"| {chosen.rates[connection]:g} | {accuracy:+.2f} | {loss:+.3f} "
-                f"| {'passed' if chosen.passes(connection) else 'not passed'} |")
+            made.append([name, connection, *(f"{of[rate]:.2f}" if rate in of else "-" for rate in rates),
+                         f"{chosen.rates[connection]:g}", f"{accuracy:+.2f}", f"{loss:+.3f}",
+                         "passed" if chosen.passes(connection) else "not passed"])
     edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
     shared = " and ".join(f"{chosen.shared:g} with `{name}`" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
-    return [*made, "",
+    return [table(header, made), "",
             f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipe `paper` has the paper's weight decay and no "
             "gradient clipping, but not the paper's augmentation; `clipped` has a higher weight decay and "
             "clipping. All other settings are equal. "
