@@ -169,9 +169,9 @@ def test_own_files_have_no_aliases(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n"), "unpacks to more than 1,000 bytes, so it is not a table"),
+    (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n", mtime=0), "unpacks to more than 1,000 bytes, so it is not a table"),
     (b"no gzip", "cannot be read (BadGzipFile: Not a gzipped file"),
-    (gzip.compress(b"run,epoch\n0,0\n")[:-9], "cannot be read (EOFError: Compressed file ended before"),
+    (gzip.compress(b"run,epoch\n0,0\n", mtime=0)[:-9], "cannot be read (EOFError: Compressed file ended before"),
 ])
 def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, content, reason):
     values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
