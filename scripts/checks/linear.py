@@ -1,6 +1,6 @@
 """Check that linear connections do not change the outputs and gradients of timm's models, bit for bit.
 
-    python -m scripts.checks.linear [--above MILLIONS] [--up-to MILLIONS] [PATTERN]
+    python -m scripts.checks.linear [--up-to MILLIONS] [PATTERN]
 
 The test suite checks small models. This script checks models of full width and depth: it compares the outputs and all
 gradients of one training step on a small image. PATTERN selects architectures by name. Models of more than `--up-to`
@@ -25,14 +25,11 @@ from timm_ortho.models.coverage import bases
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="*")
-    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only models with more parameters")
     parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS",
                         help="build larger models on the meta device, without comparing them (default: 350)")
     args = parser.parse_args()
     counts = Counter()
     for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
-        if millions <= args.above:
-            continue
         start = time.perf_counter()
         result = compared(base) if millions <= args.up_to else "built on meta"
         counts[result.partition(":")[0]] += 1

@@ -3,7 +3,6 @@
 
     python -m scripts.checks.modules                      # all checks that have no result yet
     python -m scripts.checks.modules --modules eva beit --checks export compile
-    python -m scripts.checks.modules --table              # print the results of earlier runs
 
 | check | condition |
 | --- | --- |
@@ -51,17 +50,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modules", nargs="+", metavar="MODULE", help="modules of timm.models (default: all covered)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "codegen"])
-    parser.add_argument("--state", type=Path, metavar="FILE", help="file for the results (default: in a cache folder)")
-    parser.add_argument("--fresh", action="store_true", help="discard the results of earlier runs")
-    parser.add_argument("--table", action="store_true", help="run nothing, print the results of earlier runs")
     args = parser.parse_args()
-    file = args.state or default_cache() / f"modules-{fingerprint()}.json"
-    results = {} if args.fresh or not file.exists() else json.loads(file.read_text())
+    file = default_cache() / f"modules-{fingerprint()}.json"
+    print(f"the results are in {file}", flush=True)
+    results = json.loads(file.read_text()) if file.exists() else {}
     names = of_modules()
     for index, row in enumerate(row for row in coverage.timm_modules() if row.covered):
         outcomes = results.setdefault(row.module, {"model": names.get(row.module, "")})
         for check in args.checks:
-            if args.table or check in outcomes or row.module not in (args.modules or [row.module]):
+            if check in outcomes or row.module not in (args.modules or [row.module]):
                 continue
             outcomes[check] = outcome(check, row.module, names, index)
             file.parent.mkdir(parents=True, exist_ok=True)
