@@ -182,7 +182,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         help="any option of timm's train.py that the study does not vary")
     _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
-    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
         help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
@@ -332,7 +332,6 @@ def _add_bench(commands: Any) -> None:
     add("--dtypes", nargs="+", metavar="DTYPE",
         help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
              "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
-    add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction,
         help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
@@ -352,12 +351,8 @@ def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
     from .bench import BenchError, bench
     from .runs.provenance import environment
-    if parsed.amp and parsed.dtypes:
-        raise UsageError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
     try:
         options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
-        if parsed.amp:
-            options["dtypes"] = ["bfloat16"]
         return bench(options, environment(), parsed.output, parsed.command_line)
     except BenchError as error:
         raise UsageError(error) from None
