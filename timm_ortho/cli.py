@@ -510,9 +510,8 @@ def _list_weights(pattern: str) -> int:
         raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
     rows = [("name", "size", "from", "on this machine")]
     for entry in map(weights, names):
-        file = entry.file if entry.file and entry.file.is_file() else None
-        size = file.stat().st_size if file else 4 * _parameters(_model_on_meta(entry.name))
-        rows.append((entry.name, _bytes(size), entry.source, "yes" if file else "missing" if entry.file else "no"))
+        size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
+        rows.append((entry.name, _bytes(size), entry.source, "yes" if entry.file else "no"))
     print("\n".join(aligned(rows, "<><<")))
     return 0
 
@@ -592,7 +591,6 @@ def _show(parsed: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
-    print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 
