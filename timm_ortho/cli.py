@@ -17,8 +17,8 @@ from typing import Any, Iterator, Mapping, Sequence
 from . import __version__
 from ._text import aligned, error_text
 
-_PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
-_LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
+_LAB = {
+    "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
 
 
 class UsageError(Exception):
