@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.reporting.collect import collect
 
+from ..pages.marked import table
 from . import linear_floor
 
 Run = Mapping[str, Any]
@@ -117,17 +118,16 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
     header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "chosen rate",
               "points above ridge regression", "training loss above floor", "gate"]
-    made = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
+    made = []
     for name, chosen in recipes.items():
         for connection, of in chosen.means.items():
             accuracy, loss = chosen.margins(connection)
-            made.append(
-                f"| {name} | {connection} | {' | '.join(f'{of[rate]:.2f}' if rate in of else '-' for rate in rates)} "
-                f"| {chosen.rates[connection]:g} | {accuracy:+.2f} | {loss:+.3f} "
-                f"| {'passed' if chosen.passes(connection) else 'not passed'} |")
+            made.append([name, connection, *(f"{of[rate]:.2f}" if rate in of else "-" for rate in rates),
+                         f"{chosen.rates[connection]:g}", f"{accuracy:+.2f}", f"{loss:+.3f}",
+                         "passed" if chosen.passes(connection) else "not passed"])
     edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
     shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
-    return [*made, "", f"recipe: {recipe_of(recipes)}; shared rates: {shared}; rates at an edge: "
+    return [table(header, made), "", f"recipe: {recipe_of(recipes)}; shared rates: {shared}; rates at an edge: "
             f"{'; '.join(edges) or 'none'}"]
 
 

@@ -12,7 +12,7 @@ without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BASE_TAG 
 """
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import timm
 from huggingface_hub import ModelCard
@@ -81,13 +81,8 @@ def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
 
 @cache
 def cards() -> tuple[Card, ...]:
-    return tuple(_cards())
-
-
-def _cards() -> Iterator[Card]:
-    for name in timm.list_pretrained():
-        if is_variant(name):
-            yield TRAINED_ELSEWHERE.get(name, of_comparison)(name)
+    names = filter(is_variant, timm.list_pretrained())
+    return tuple(TRAINED_ELSEWHERE.get(name, of_comparison)(name) for name in names)
 
 
 def comparison_of(name: str) -> Path:
@@ -138,7 +133,8 @@ def of_authors(name: str) -> Card:
     experiment = experiments()["vit_b_imagenet1k"]
     mean, std = experiment.top1()["Linear" if "linear" in name else "Orthogonal-F"]
     about = (
-        f"Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}) trained and published these weights. They "
+        "Giyeong Oh and the other authors of [the paper](https://arxiv.org/abs/"
+        f"{cfg.paper_ids.removeprefix('arXiv:')}) trained and published these weights. They "
         f"are in their repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout. "
         f"`pretrained=True` downloads `{cfg.hf_hub_filename}`, renames its tensors for this architecture, and adds the "
         "class token's position embedding to the class token. This repository and package have no copy.\n\n"
@@ -175,7 +171,3 @@ def subject(name: str, **more) -> Subject:
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Subject(title=name, config=config, parameters=parameters, load=name, **more)
-
-
-def paper_url(cfg) -> str:
-    return f"https://arxiv.org/abs/{cfg.paper_ids.removeprefix('arXiv:')}"

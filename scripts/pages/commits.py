@@ -6,7 +6,7 @@ page can also be checked in a checkout without git history.
 import json
 import subprocess
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from . import studies
 from .contrasts import Run, is_published, runs_of
@@ -78,28 +78,28 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
     A summary has the number of these runs, their seeds and commits, and the time at which the last run ended.
     """
-    others = {}
-    for study in studies_of(part):
-        after = {commit for commit, position in history[part]["commits"].items() if position == "after"}
-        runs = [run for run in runs_of(study) if run["made_with"].get("commit") not in after]
-        if runs:
-            others[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
-                            "commits": sorted({(run["made_with"].get("commit") or "unknown")[:7] for run in runs}),
-                            "last": max(run["made_with"].get("end") or "" for run in runs)[:16].replace("T", " ")}
-    return others
+    return {study: {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
+                    "commits": sorted({(run["made_with"].get("commit") or "unknown")[:7] for run in runs}),
+                    "last": max(run["made_with"].get("end") or "" for run in runs)[:16].replace("T", " ")}
+            for study, runs in _by_study(part, history, after=False)}
 
 
 def made_after(part: str, history: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return, for each study, how many runs record a commit after the rules, with their commits and devices."""
-    after = {commit for commit, position in history[part]["commits"].items() if position == "after"}
-    made = []
+    return [{"study": study.partition("-")[0], "runs": len(runs),
+             "devices": _named(runs, "gpu") or _named(runs, "cpu"),
+             "commits": sorted({run["made_with"]["commit"][:7] for run in runs})}
+            for study, runs in _by_study(part, history, after=True)]
+
+
+def _by_study(part: str, history: Mapping[str, Any], after: bool) -> Iterator[tuple[str, list[Run]]]:
+    """Yield each study with its runs whose commit comes after the commit of the rules, or with all other runs."""
+    positions = history[part]["commits"]
     for study in studies_of(part):
-        runs = [run for run in runs_of(study) if run["made_with"].get("commit") in after]
+        runs = [run for run in runs_of(study)
+                if (positions.get(run["made_with"].get("commit")) == "after") is after]
         if runs:
-            made.append({"study": study.partition("-")[0], "runs": len(runs),
-                         "devices": _named(runs, "gpu") or _named(runs, "cpu"),
-                         "commits": sorted({run["made_with"]["commit"][:7] for run in runs})})
-    return made
+            yield study, runs
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:

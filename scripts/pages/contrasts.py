@@ -14,16 +14,13 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
 import numpy as np
 from scipy import stats
 
+from timm_ortho.lab.reporting.layout import grouped
 from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.lab.reporting.report import Part
-from timm_ortho.lab.reporting.statistics import (
-    Difference,
-    paired_difference,
-    pooled_contrasts,
-    student_interval,
-)
+from timm_ortho.lab.reporting.statistics import Difference, paired_difference, pooled_contrasts, student_interval
 
 from . import studies
+from .marked import span
 
 Weights = Mapping[tuple, float]  # values of a study's axes and the connection -> weight
 Run = Mapping[str, Any]
@@ -50,12 +47,9 @@ def setting_of(run: Run) -> tuple:
     return (*run["cell"].values(), run["connection"])
 
 
-def settings_of(study: str) -> list[list[Run]]:
+def settings_of(study: str) -> dict[tuple, list[Run]]:
     """Return the runs of each setting. The runs of a setting differ only in the seed."""
-    settings: dict[tuple, list[Run]] = {}
-    for run in runs_of(study):
-        settings.setdefault(setting_of(run), []).append(run)
-    return list(settings.values())
+    return grouped(runs_of(study), setting_of)
 
 
 def top1(run: Run) -> float:
@@ -68,7 +62,6 @@ class Comparison:
     Attributes:
         label: The comparison in words.
         parts: Folders in `results/studies`, each with the weights of its settings.
-        difference: The mean difference with its interval.
         unit: Unit of `difference`.
         paper: The paper's value of this difference, by data set.
         pooled: The difference with one error variance for all settings of the study, or None.
@@ -77,7 +70,6 @@ class Comparison:
 
     label: str
     parts: Sequence[tuple[str, Weights]]
-    difference: Difference
     unit: str = "points"
     paper: Mapping[str, float] = {}
     pooled: Optional[Difference] = None
@@ -94,15 +86,20 @@ class Comparison:
     @property
     def of_paper(self) -> str:
         """The range of the paper's effects, such as `+0.79 to +2.75`; empty if the paper has no such effect."""
-        return span(list(self.paper.values())) if self.paper else ""
+        return span(self.paper.values(), "{:+.2f}") if self.paper else ""
 
-    def ends(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the two-sided interval, or (-inf, inf) if there is one difference or all differences are equal."""
+    def measured(self, level: float = 0.95) -> Difference:
+        """Return the mean difference with its two-sided interval."""
         raise NotImplementedError
+
+    @cached_property
+    def difference(self) -> Difference:
+        """The mean difference with its 95 % interval."""
+        return self.measured()
 
     def within(self, bound: float) -> bool:
         """Return whether two one-sided 5 % tests show equivalence: the 90 % interval is within [-bound, bound]."""
-        return max(map(abs, self.ends(0.9))) <= bound
+        return max(map(abs, self.measured(0.9).ends)) <= bound
 
     def compatible(self) -> str:
         """Return whether the interval contains the paper's effects, in words."""
@@ -110,11 +107,11 @@ class Comparison:
             return "the paper has no number"
         if min(self.paper.values()) > self.room:
             return f"untestable: 100 % accuracy would give {self.room:+.2f} ({self.of_paper})"
-        inside, low = self.difference.contained(self.paper), self.ends()[0]
+        inside = self.difference.contained(self.paper)
         if inside:
             answer = "yes" if len(inside) == len(self.paper) else "in part"
         else:
-            side = [", larger" if effect < low else ", smaller" for effect in self.paper.values()]
+            side = [", larger" if effect < self.difference.ends[0] else ", smaller" for effect in self.paper.values()]
             answer = f"no{side[0] if len(set(side)) == 1 else ''}"
         return f"{answer} ({self.of_paper}){', and zero' if inside and self.difference.contains(0) else ''}"
 
@@ -167,17 +164,13 @@ class Contrast(Comparison):
     def values(self) -> list[float]:
         return list(self.by_seed.values())
 
-    @cached_property
-    def difference(self) -> Difference:
-        return _paired(self.values)
+    def measured(self, level: float = 0.95) -> Difference:
+        return _paired(self.values, level)
 
     def without(self, *seeds: int) -> tuple[Difference, tuple[float, float]]:
         """Return the difference without the runs of these seeds, and its 90 % interval."""
         values = [value for seed, value in self.by_seed.items() if seed not in seeds]
         return _paired(values), _paired(values, 0.9).ends
-
-    def ends(self, level: float = 0.95) -> tuple[float, float]:
-        return _paired(self.values, level).ends
 
     @property
     def pooled(self) -> Optional[Difference]:
@@ -185,7 +178,8 @@ class Contrast(Comparison):
 
         None if the weights do not sum to zero. See `statistics.pooled_contrasts`.
         """
-        blocks = [_by_setting(study, self.read) for study, _ in self.parts]
+        blocks = [{setting: {run["seed"]: self.read(run) for run in runs}
+                   for setting, runs in settings_of(study).items()} for study, _ in self.parts]
         weights = {(index, setting): weight / len(self.parts)
                    for index, (_, settings) in enumerate(self.parts) for setting, weight in settings.items()}
         return pooled_contrasts(blocks, [weights])[0]
@@ -221,9 +215,8 @@ class Unpaired(Comparison):
     def seeds(self) -> str:
         return f"{self.one.seeds} and {self.other.seeds}"
 
-    @property
-    def difference(self) -> Difference:
-        return unpaired(self.one.values, self.other.values)
+    def measured(self, level: float = 0.95) -> Difference:
+        return unpaired(self.one.values, self.other.values, level)
 
 
 @dataclass(frozen=True)
@@ -249,35 +242,15 @@ class Effect(Comparison):
     def runs(self) -> Sequence[Run]:
         return runs_of(self.study)
 
-    @cached_property
-    def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        """The cells (tuples of one level per factor), and the differences F − linear as an array ``[seeds, cells]``."""
-        rows = list(table(self.study, None, self.read).values())
-        cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
-        differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
-        return [tuple(cell.split("-")) for cell in cells], np.array(differences)
-
-    @property
-    def seeds(self) -> int:
-        return len(self.by_cell[1])
-
-    def _interval(self, level: float = 0.95) -> Difference:
-        levels, differences = self.by_cell
+    def measured(self, level: float = 0.95) -> Difference:
+        rows = table(self.study, None, self.read)
+        cells = dict.fromkeys(setting[0] for row in rows.values() for setting in row)
+        leads = {cell: {seed: row[cell, "feature"] - row[cell, "linear"] for seed, row in rows.items()}
+                 for cell in cells}
         first, second = FACTORS[self.factor]
-        signs = np.array([(second in of) - (first in of) for of in levels])
-        rest = differences - differences.mean(0) - differences.mean(1, keepdims=True) + differences.mean()
-        seeds, cells = differences.shape
-        freedom = (seeds - 1) * (cells - 1)
-        mean = float(2 * (differences.mean(0) * signs).mean())
-        error = 2 * math.sqrt((rest ** 2).sum() / freedom / differences.size)
-        return student_interval(mean, error, freedom, self.seeds, float(abs(differences).max()), level)
-
-    @cached_property
-    def difference(self) -> Difference:
-        return self._interval()
-
-    def ends(self, level: float = 0.95) -> tuple[float, float]:
-        return self._interval(level).ends
+        signs = {cell: (second in cell.split("-")) - (first in cell.split("-")) for cell in cells}
+        weights = {(0, cell): 2 * sign / len(cells) for cell, sign in signs.items()}
+        return pooled_contrasts([leads], [weights], level)[0]
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
@@ -287,35 +260,22 @@ FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
     """Return a metric by seed and setting, for the seeds with runs of all `settings` (default: all of the study)."""
-    wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
-    rows: dict[int, dict[tuple, float]] = {}
-    for run in runs_of(study):
-        if setting_of(run) in wanted:
-            rows.setdefault(run["seed"], {})[setting_of(run)] = read(run)
-    return {seed: {setting: row[setting] for setting in wanted} for seed, row in rows.items()
-            if len(row) == len(wanted)}
+    runs = {(setting_of(run), run["seed"]): run for run in runs_of(study)}
+    wanted = list(settings_of(study) if settings is None else settings)
+    return {seed: {setting: read(runs[setting, seed]) for setting in wanted} for seed in dict.fromkeys(
+        seed for _, seed in runs) if all((setting, seed) in runs for setting in wanted)}
 
 
-def _by_setting(study: str, read: Callable[[Run], float]) -> dict[tuple, dict[int, float]]:
-    """Return a metric by setting and seed."""
-    return {setting_of(runs[0]): {run["seed"]: read(run) for run in runs} for runs in settings_of(study)}
-
-
-def unpaired(one: Sequence[float], other: Sequence[float]) -> Difference:
+def unpaired(one: Sequence[float], other: Sequence[float], level: float = 0.95) -> Difference:
     """Return the difference of the means of two groups of runs, with Welch's interval."""
     error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
     freedom = float(stats.ttest_ind(one, other, equal_var=False).df) if error else 1.0
     scale = max(map(abs, (*one, *other)))
-    return student_interval(fmean(one) - fmean(other), error, freedom, min(len(one), len(other)), scale)
+    return student_interval(fmean(one) - fmean(other), error, freedom, min(len(one), len(other)), scale, level)
 
 
 def _paired(values: Sequence[float], level: float = 0.95) -> Difference:
     return paired_difference(values, [0.0] * len(values), level)
-
-
-def span(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
 
 
 def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights:
@@ -325,6 +285,11 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
 def placed(mixer: str, where: str) -> Weights:
     """Return the weights of `feature` in the branches `where` minus `linear` everywhere, for one mixer."""
     return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
+
+
+def apart(one: Weights, other: Weights) -> Weights:
+    """Return the weights of `one` minus `other`."""
+    return {**one, **{setting: -weight for setting, weight in other.items()}}
 
 
 def slope(x: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
@@ -338,9 +303,9 @@ def slope(x: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
             for index, share in enumerate(shares) for setting, weight in settings(index).items()}
 
 
-def rates_slope(rates: Sequence[float]) -> Weights:
+def rates_slope(rates: Sequence[Union[float, str]]) -> Weights:
     """Return the weights of the slope of feature minus linear, in points per tenfold learning rate."""
-    return slope([math.log10(rate) for rate in rates], lambda index: difference(rates[index]))
+    return slope([math.log10(float(rate)) for rate in rates], lambda index: difference(rates[index]))
 
 
 def switch(first: float, last: float) -> Weights:

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 import jinja2
 from matplotlib import rc_context
@@ -18,6 +18,7 @@ from scipy import optimize, stats
 
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.reporting.layout import grouped
 from timm_ortho.lab.reporting.plots import STYLES, ForestRow, Scene, draw_forest, lines_chart, progress
 from timm_ortho.lab.reporting.statistics import Difference, holm
 
@@ -41,7 +42,6 @@ from .contrasts import (
     runs_of,
     setting_of,
     settings_of,
-    span,
     switch,
     top1,
     unpaired,
@@ -69,7 +69,7 @@ from .hypotheses import (
     explored,
     rank_slope,
 )
-from .marked import replaced
+from .marked import listed, replaced, span
 
 
 def _json(name: str) -> Mapping[str, Any]:
@@ -107,21 +107,22 @@ def _options(study: str) -> Any:
 
 def settings_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """Return hyperparameters by title for each column of the table: hypotheses on ViTs, then the paper's trainings."""
-    wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     studies_of = {row["hypothesis"].name: row["hypothesis"].contrast.parts[0][0] for row in rows}
-    columns = {name: setting(_options(study), wide["width"], wide["blocks"]) for name, study in studies_of.items()}
-    for name, study in studies_of.items():
-        given = PAPERS.get(study.split("-")[1])
-        if given:
-            columns[f"paper, {DATA[name]}"] = setting(
-                recipe.resolve_variant({"dataset": given[0]}, given[1]), wide["width"], wide["blocks"])
-    return columns
+    papers = {name: PAPERS.get(study.split("-")[1]) for name, study in studies_of.items()}
+    return {**{name: setting(_options(study)) for name, study in studies_of.items()},
+            **{f"paper, {DATA[name]}": setting(recipe.resolve_variant({"dataset": given[0]}, given[1]))
+               for name, given in papers.items() if given}}
 
 
-def setting(options: Any, width: float, blocks: float) -> dict[str, str]:
-    """Return hyperparameters by title. A ViT-S without arguments has this `width` and `blocks`."""
+def vit_s() -> Mapping[str, Any]:
+    """Return the row of the paper's ViT-S in the table of widths and depths."""
+    return next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
+
+
+def setting(options: Any) -> dict[str, str]:
+    """Return the hyperparameters of a ViT-S by title."""
     kwargs = options.model_kwargs
-    width, blocks = kwargs.get("embed_dim", width), kwargs.get("depth", blocks)
+    width, blocks = kwargs.get("embed_dim", vit_s()["width"]), kwargs.get("depth", vit_s()["blocks"])
     keys = {"learning rate": "lr", "batch size": "batch_size", "weight decay": "weight_decay",
             "gradient clipping": "clip_grad", "label smoothing": "smoothing", "epochs": "epochs"}
     return {"pixels, patch": f"{options.img_size}, {kwargs['patch_size']}",
@@ -143,6 +144,7 @@ def _augmentation(options: Any) -> str:
     return ", ".join([f"crop of {100 * options.scale[0]:.0f} to 100 % of the area", "flip", *strong])
 
 
+OF_RESNETS = span((gain for model in RESNETS for gain in GAINS[model].values()), "{:+.2f}")  # in the paper
 EXPECTED = 0.4  # the difference that ten pairs should detect with 80 % power according to hypotheses.md, in points
 PAPERS = {CIFAR: ("torch/cifar10", "vit_s_cifar10"), TINY: ("", "vit_s_tiny_imagenet")}  # data set and recipe
 DATA = {"C2": "Tiny ImageNet", "C1": "CIFAR-10", "H1": "Fashion-MNIST"}  # data set of each hypothesis on ViTs' accuracy
@@ -155,7 +157,7 @@ def pairs(contrast: Contrast) -> dict[str, str]:
     return {"pairs of runs": str(contrast.seeds),
             "mean accuracy of linear, %": f"{linear:.2f}",
             "mean accuracy of F, %": f"{feature:.2f}",
-            "F − linear in single pairs, points": span(contrast.values),
+            "F − linear in single pairs, points": span(contrast.values, "{:+.2f}"),
             "detectable, points": f"{detectable_points(contrast):.2f}",
             "trained on": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
 
@@ -204,18 +206,16 @@ def detectable(pairs: int, power: float = 0.8) -> float:
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
     """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
-    measured = of_vits()
-    h2 = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H2")
-    of_data = _listed(
+    measured, h2 = of_vits(), decisions()["H2"]
+    of_data = listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
-    of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
         "ViTs": f"F − linear is {of_data}. F's training loss is lower on {lower_loss(measured)}"
                 f"{higher_test_loss(measured)}.",
         "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
-                   f"tuned). In the paper, it is {RESNET.of_paper} for ResNetV2-18 and {of_resnets} for all ResNetV2s.",
+                   f"tuned). In the paper, it is {RESNET.of_paper} for ResNetV2-18 and {OF_RESNETS} for all ResNetV2s.",
         "Learning rates":
             f"F loses less accuracy than linear if the rate is far too high. According to a fitted line, F − linear "
             f"changes by {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST for a tenfold "
@@ -224,22 +224,28 @@ def answers() -> dict[str, str]:
     }
 
 
+def decisions() -> dict[str, dict]:
+    """Return the rows of `decided` by the name of the hypothesis. Holm's method adjusts p within each part."""
+    families = [row for family in (PART_TWO, PART_THREE, PART_ONE) for row in decided(family, holm)]
+    return {row["hypothesis"].name: row for row in [*families, *decided(BESIDE, list)]}
+
+
 def of_vits() -> list[dict]:
     """Return the rows of `decided` for the hypotheses on the accuracy of ViTs that have runs."""
-    rows = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
+    rows = decisions()
     return [rows[name] for name in DATA if rows[name]["hypothesis"].is_run]
 
 
 def lower_loss(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the data sets on which F's final training loss is significantly lower than linear's, in words."""
     data = [data for data, (train, _) in losses(rows).items() if train.ends[1] < 0]
-    return "all of these" if len(data) == len(rows) else _listed(data or ["none of these"])
+    return "all of these" if len(data) == len(rows) else listed(data or ["none of these"])
 
 
 def higher_test_loss(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a clause with the data sets on which F's final test loss is significantly higher, or an empty string."""
     data = [data for data, (_, test) in losses(rows).items() if test.ends[0] > 0]
-    return f"; its test loss is higher on {_listed(data)}" if data else ""
+    return f"; its test loss is higher on {listed(data)}" if data else ""
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Difference, Difference]]:
@@ -272,11 +278,9 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         rows: The rows of `decided` for hypotheses on the accuracy of ViTs that have runs.
     """
     words = {"confirmed": "is more accurate", "contradicted": "is less accurate"}
-    data: dict[str, list[str]] = {}
-    for row in rows:
-        data.setdefault(words.get(row["decision"], "has no measurable accuracy gain"), []).append(
-            DATA[row["hypothesis"].name])
-    accuracy = ", ".join(f"{word} on {_listed(names)}" for word, names in data.items())
+    by_words = grouped(rows, lambda row: words.get(row["decision"], "has no measurable accuracy gain"))
+    accuracy = ", ".join(f"{word} on {listed(DATA[row['hypothesis'].name] for row in mine)}"
+                         for word, mine in by_words.items())
     return (f"in narrow ViTs trained for {epochs_of(rows)}, F {accuracy} and reaches a lower training loss on "
             f"{lower_loss(rows)}; not tested: {', '.join(untested(rows))}.")
 
@@ -284,22 +288,16 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 def epochs_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the numbers of epochs of the runs, such as "10 to 20 epochs"."""
     epochs = [len(run["history"]) for row in rows for run in row["hypothesis"].contrast.runs]
-    return f"{min(epochs)} to {max(epochs)} epochs" if min(epochs) < max(epochs) else f"{max(epochs)} epochs"
+    return f"{span(epochs, '{}')} epochs"
 
 
 def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return, in words, settings of the paper's ViTs that the runs of `rows` do not have."""
-    contrasts = {row["hypothesis"].name: row["hypothesis"].contrast for row in rows}
-    width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]
-    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {width:g}"]
-    return [*(DATA[name] for name in DATA if name not in contrasts),
+    tested = {row["hypothesis"].name for row in rows}
+    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {vit_s()['width']:g}, as in ViT-S"]
+    return [*(data for name, data in DATA.items() if name not in tested),
             "RandAugment, MixUp and CutMix",
-            f"longer runs than ours ({epochs_of(rows)})", *wide]
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, final = words
-    return f"{', '.join(most)} and {final}" if most else final
+            f"more than {epochs_of(rows).rpartition(' to ')[2]}", *wide]
 
 
 # -------------------------------------------------------------------------------------------- the pictures
@@ -372,7 +370,7 @@ def text(history: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True)
-    environment.filters["listed"] = _listed
+    environment.filters["listed"] = listed
 
     def put(study: str, weights: Weights, read: Callable[[Run], float] = top1, digits: int = 2) -> str:
         return Contrast("", [(study, weights)], read).difference.text(digits)
@@ -386,19 +384,16 @@ def text(history: Mapping[str, Any]) -> str:
     # Several studies may contain the same run. Runs with equal seed, connection and metrics count as one.
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
-    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
+    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study).values()])
               for study, floor in ridge.items() if is_published(study)]
     trainers = _json("trainers/agreement.json")
-    families = [row for family in (PART_TWO, PART_THREE, PART_ONE) for row in decided(family, holm)]
-    beside = decided(BESIDE, list)
-    rows = {row["hypothesis"].name: row for row in [*families, *beside]}
-    vits = of_vits()
+    rows, vits = decisions(), of_vits()
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
     without = h1.without(*commits.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
         ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
     return environment.get_template("evidence.md.jinja").render(
-        answers=answers(), families=families, beside=beside, rows=rows, explored=explored(),
+        answers=answers(), rows=rows, beside=[rows[one.name] for one in BESIDE], explored=explored(),
         elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference, placed=placed, switch=switch,
         transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine, learned_theta=learned_theta,
         last_branch=last_branch, late_cosine=late_cosine, later_ranks=rank_slope(RANKS[1:]),
@@ -440,28 +435,26 @@ def text(history: Mapping[str, Any]) -> str:
 def recommendation() -> str:
     """Return the answer to "Should I use it?" in one paragraph, from decided hypotheses and the paper."""
     rows = of_vits()
-    differences = _listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
+    differences = listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
     vit_b = section("accuracy")["vit_b"]["imagenet1k"]
-    pooling = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H3")
-    of_resnets = span([gain for model in RESNETS for gain in GAINS[model].values()])
+    pooling = decisions()["H3"]["decision"]
+    sizes = [run["parameters"] / 1e6 for row in rows for run in row["hypothesis"].contrast.runs]
     answer = " ".join([
-        f"For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs, trained for {epochs_of(rows)},",
-        f"top-1 accuracy minus that of plain addition is {differences} (points, 95 % confidence intervals). In the",
-        f"paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet,",
-        f"train with and without it: the difference is {RESNET} on Fashion-MNIST in one small network, and",
-        f"{of_resnets} in the paper.",
-        *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling["decision"] == "confirmed"],
-        "For fine-tuning, nothing was tested ([advice](docs/settings.md#fine-tuning-pretrained-weights)). Not tested",
-        f"either: {'; '.join(untested(rows))}. See [all results](docs/evidence.md)."])
+        "For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs",
+        f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}), Orthogonal-F changes the top-1",
+        f"accuracy of plain addition by {differences} (points, 95 % confidence intervals). In the paper, ViT-B on",
+        f"ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet, train with and",
+        f"without it: the difference is {RESNET} on Fashion-MNIST in one small network, and {OF_RESNETS} in the paper.",
+        *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
+        f"We did not test ViTs with {'; '.join(untested(rows))}; or fine-tuning",
+        "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])
     return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)
 
 
 def texts(root: Path) -> dict[Path, str]:
-    page, front, settings = root / "docs" / "evidence.md", root / "README.md", root / "docs" / "settings.md"
-    answer = recommendation()
+    page, front = root / "docs" / "evidence.md", root / "README.md"
     return {page: replaced(page, {"evidence": text(commits.recorded()).strip()}),
-            front: replaced(front, {"evidence": answer}),
-            settings: replaced(settings, {"settings": answer.replace("](docs/", "](")})}
+            front: replaced(front, {"evidence": recommendation()})}
 
 
 def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:

@@ -17,6 +17,7 @@ from .contrasts import (
     Unpaired,
     Weights,
     after,
+    apart,
     at_epoch,
     difference,
     last,
@@ -73,9 +74,7 @@ def of_switch(first: float, last: float) -> Callable[[Mapping[str, Any]], float]
 
 
 def of_rates(values: Mapping[str, Any]) -> float:
-    rates = list(values["linear"])
-    weights = slope([math.log10(float(rate)) for rate in rates],
-                    lambda index: {(rates[index], "feature"): 1.0, (rates[index], "linear"): -1.0})
+    weights = rates_slope(list(values["linear"]))
     return sum(weight * values[connection][rate][0] for (rate, connection), weight in weights.items())
 
 
@@ -171,14 +170,13 @@ PART_ONE = (
                 f"confirm_learning_rate-{DIGITS}", rates_slope(RATES), bases="linear",
                 paper=of_paper("learning_rate_sweep", of_rates)),
     _hypothesis("H3", "PoolFormer loses less accuracy with F if its mixer is pool(x) instead of pool(x) - x",
-                f"confirm_poolformer-{FASHION}",
-                {**placed("pool(x)", "both"),
-                 **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
+                f"confirm_poolformer-{FASHION}", apart(placed("pool(x)", "both"), placed("pool(x) - x", "both")),
+                of_interest=3.0),
     Hypothesis("H4", H4, Contrast(
         f"H4: {H4}",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
         paper=_mean(of_skips("skips_branch4", BRANCH4), of_skips("skips_depthwise", OTHERS)))),
-    _hypothesis("H5", "orthogonal connections in the first of two trainings raise the final accuracy",
+    _hypothesis("H5", "orthogonal connections in the first of two training stages raise the final accuracy",
                 f"confirm_switch-{FASHION}", switch(1, 0),
                 paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
 )
@@ -252,8 +250,8 @@ def explored() -> dict[str, list[Comparison]]:
     width = f"cifar_width-{CIFAR}-small"
     of_width = [
         *(Contrast(f"ViT of width {wide}: F − linear, CIFAR-10", [(width, difference(wide))]) for wide in (128, 384)),
-        Contrast("ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10", [(width, {
-            **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})])]
+        Contrast("ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10",
+                 [(width, apart(difference(384), difference(128)))])]
     of_factors = [Effect(f"F − linear with {factor} {high} minus F − linear with {factor} {low}",
                          f"cifar_factors-{CIFAR}-small", factor) for factor, (low, high) in FACTORS.items()]
     decided_effects = [effect for effect in of_factors if effect.factor in ("rate", "width")]  # C3 and C4
@@ -268,7 +266,7 @@ def explored() -> dict[str, list[Comparison]]:
         "Width and depth (gamma)": [
             one for comparison in _run([*of_width, *of_factors]) for one in (
                 *([] if comparison in decided_effects else [comparison]), *course(comparison.label, comparison))],
-        "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
+        "Table 3": _both("switch_reinitialised", "first of two training stages: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
         "Table 10": _both("switch_kept", "(first orthogonal, then linear) − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
@@ -321,11 +319,6 @@ ELSEWHERE = {
 }
 
 
-def of_rate(study: str, data: str, rates: Sequence[float]) -> dict[float, Contrast]:
-    """Return F − linear in accuracy at each rate."""
-    return {rate: Contrast(f"F − linear at {rate:g}", [(f"{study}-{data}-small", difference(rate))]) for rate in rates}
-
-
 @dataclass(frozen=True)
 class Sweep:
     """F − linear in accuracy at each learning rate of a published study.
@@ -342,9 +335,9 @@ class Sweep:
 
     @classmethod
     def of(cls, study: str, data: str, rates: Sequence[float]) -> "Sweep":
-        by_rate = of_rate(study, data, rates)
-        p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
-             for entry in summary_of(f"{study}-{data}-small")
+        folder = f"{study}-{data}-small"
+        by_rate = {rate: Contrast(f"F − linear at {rate:g}", [(folder, difference(rate))]) for rate in rates}
+        p = {entry["cell"]["lr"]: entry["difference"]["p_holm"] for entry in summary_of(folder)
              if entry["measure"] == "top1" and entry["difference"]}
         return cls(by_rate, p, cls._ranked(by_rate, "linear")[0])
 

@@ -1,5 +1,23 @@
 """Replace generated parts of Markdown pages: the text between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 from pathlib import Path
+from typing import Iterable, Sequence
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """Return the lowest and the highest value as `1.05 to 1.34`, or one number if both have the same text."""
+    values = list(values)
+    return " to ".join(dict.fromkeys(form.format(end) for end in (min(values), max(values))))
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return words as `one, two and three`."""
+    *most, final = words
+    return f"{', '.join(most)} and {final}" if most else final
 
 
 def begin(name: str) -> str:

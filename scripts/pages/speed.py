@@ -14,8 +14,9 @@ from typing import Iterable, Mapping, Sequence
 
 from timm_ortho.bench.launch import TINY
 from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
+from timm_ortho.lab.reporting.layout import grouped
 
-from .marked import replaced
+from .marked import listed, replaced, span, table
 
 NOT_MEASURED = "not measured"
 
@@ -66,29 +67,28 @@ def before_of(results: Path) -> list[BenchRow]:
 
 
 def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
-    """Return README's table: a line for each model, batch size and layout on a GPU; before, the default models.
+    """Return README's table: a line for each model, batch size and layout on a GPU.
 
-    While no GPU was measured, a sentence has the range of the ratios before the kernels were rewritten.
+    While no GPU was measured, the lines are for CPUs, and a sentence has the range of the ratios before the kernels
+    were rewritten.
     """
     names = {name for models in SHOWN.values() for name in models}
-    measured = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"
-                and row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
+    shown = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"]
+    on_gpus = [row for row in shown if row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
     lines = [[on, subject(model, shape, layout), *(
         cost(pick(group, step=step, mode=mode), metric) for step, mode, metric in COSTS.values())]
-        for (on, model, shape, layout), group in cases(measured, "models", "model", "shape", "layout").items()]
-    if measured:
-        return markdown(["on", "model, batch", *COSTS], lines)
-    for model, _, batch in (default.partition(":") for default in DEFAULTS["cuda"]["models"]):
-        lines.append(["GPU", f"`{model.removesuffix('_ortho')}`, {batch}", *[NOT_MEASURED] * len(COSTS)])
-    table = markdown(["on", "model, batch", *COSTS], lines)
+        for (on, model, shape, layout), group in cases(on_gpus or shown, "models", "model", "shape", "layout").items()]
+    header = ["on", "model, batch", *COSTS]
+    known = [index for index in range(len(header)) if any(line[index] != NOT_MEASURED for line in lines)]
+    measured = table([header[index] for index in known], [[line[index] for index in known] for line in lines])
     steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
              for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
-    if len(steps) < 2:
-        return table
-    sentence = (f"Before the kernels were rewritten, a training step on one {old[0]['device']} took {steps['eager']} "
-                f"as long in eager mode, and {steps['compiled']} under `torch.compile` (bfloat16, [batches of 32 to "
-                "256](docs/speed.md#before-the-kernels-were-rewritten)).")
-    return table + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
+    if on_gpus or len(steps) < 2:
+        return measured
+    sentence = (f"On a GPU: not measured. With an earlier version of the kernels, a training step on one "
+                f"{old[0]['device']} took {steps['eager']} as long in eager mode, and {steps['compiled']} under "
+                "`torch.compile` (bfloat16, [batches of 32 to 256](docs/speed.md#before-the-kernels-were-rewritten)).")
+    return measured + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def subject(model: str, shape: str, layout: str) -> str:
@@ -111,7 +111,7 @@ def before(old: Sequence[BenchRow]) -> str:
         values = {(row["case"], row["column"]): row["value"] for row in mine}
         lines = [[case, *(values.get((case, column), "-") for column in columns)]
                  for case in dict.fromkeys(row["case"] for row in mine)]
-        parts += [f"{BEFORE[name]}:", markdown(["", *columns], lines)]
+        parts += [f"{BEFORE[name]}:", table(["", *columns], lines)]
     return "\n\n".join(parts)
 
 
@@ -120,10 +120,10 @@ def opening(rows: Sequence[BenchRow]) -> str:
     sentences = []
     for kind, on_cpu in (("GPU", False), ("CPU", True)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
-        steps = [f"For {name} ({_measured(mine, models)}), the change is {_listed(ranges)}."
+        steps = [f"For {name} ({_measured(mine, models)}), the change is {listed(ranges)}."
                  for name, models in SHOWN.items() if (ranges := [
                      f"{percent(of)} {how}" for mode, how in HOW.items()
-                     if (of := ratios(mine, "models", models, mode))])]
+                     if (of := ratios(mine, models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
@@ -136,20 +136,19 @@ def opening(rows: Sequence[BenchRow]) -> str:
                              f"orthogonal connections as with plain addition. It takes {appendix} as long as with the "
                              "code of the paper's Appendix F.")
         if not steps and not small:
-            sentences.append(f"On a {kind}: not measured.")
+            sentences.append(f"On a {kind}: not measured with the present code.")
     return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
 
 
-def ratios(rows: Iterable[BenchRow], what: str, models: Sequence[str], mode: str) -> list[float]:
+def ratios(rows: Iterable[BenchRow], models: Sequence[str], mode: str) -> list[float]:
     """Return the times of a training step relative to linear connections, in every layout and precision."""
-    return [float(row["ratio_p50"]) for row in rows if row["what"] == what and row["model"] in models
+    return [float(row["ratio_p50"]) for row in rows if row["what"] == "models" and row["model"] in models
             and row["candidate"] == "ortho" and (row["step"], row["mode"]) == ("training", mode) and row["ratio_p50"]]
 
 
 def percent(matched: Sequence[float]) -> str:
     """Return the range of ratios in percent, such as `+7 to +17 %`."""
-    low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(matched), max(matched)))
-    return f"{low} %" if low == high else f"{low} to {high} %"
+    return f"{span((round(100 * (ratio - 1)) for ratio in matched), '{:+d}')} %"
 
 
 def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
@@ -158,14 +157,9 @@ def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in models if name in names)
 
 
-def _listed(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
-
-
 def times(matched: Sequence[float]) -> str:
     """Return the range of ratios as text, such as `1.05 to 1.34 times`."""
-    low, high = (f"{end:.2f}" for end in (min(matched), max(matched)))
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    return f"{span(matched, '{:.2f}')} times"
 
 
 def section(rows: Sequence[BenchRow]) -> str:
@@ -173,7 +167,7 @@ def section(rows: Sequence[BenchRow]) -> str:
     tables = []
     for what, (header, lines) in TABLES.items():
         cells = [*unmeasured(rows, what, len(header)), *lines(rows)]
-        tables.append(markdown(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
+        tables.append(table(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
     return "\n\n".join(filter(None, [*tables, sources(rows)]))
 
 
@@ -214,11 +208,8 @@ def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str
 
 
 def cases(rows: Iterable[BenchRow], what: str, *labels: str) -> dict[tuple[str, ...], list[BenchRow]]:
-    matched: dict[tuple[str, ...], list[BenchRow]] = {}
-    for row in rows:
-        if row["what"] == what:
-            matched.setdefault((device(row), *(row[label] for label in labels)), []).append(row)
-    return matched
+    return grouped((row for row in rows if row["what"] == what),
+                   lambda row: (device(row), *(row[label] for label in labels)))
 
 
 def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
@@ -290,10 +281,6 @@ def launch_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
         lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio"),
                       interval(ours, "shortest_ratio")])
     return lines
-
-
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
 
 
 TABLES = {"models": (MODELS_HEADER, model_lines), "operator": (OPERATOR_HEADER, operator_lines),

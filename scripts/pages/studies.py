@@ -12,10 +12,10 @@ from timm_ortho.lab.costs import cost_report
 from timm_ortho.lab.planning.design import COST_STUDIES, load, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read
-from timm_ortho.lab.reporting.report import Part, document
+from timm_ortho.lab.reporting.report import Part, document, title_of
 from timm_ortho.lab.reporting.statistics import detected
 
-from .marked import replaced
+from .marked import replaced, table
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 LEFT_OUT = ("Plots", "Every run", "Method and terms")  # sections of the report that the page omits
@@ -77,8 +77,7 @@ def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
 
 
 def text(page: Path, folder: Path) -> str:
-    title = part(folder).title if trains(folder) else cost_report.title(study_of(folder))
-    return markdown(title, blocks(page, folder))
+    return markdown(title_of(study_of(folder)), blocks(page, folder))
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:
@@ -92,7 +91,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
         if isinstance(block, Heading):
             heading = block.text
         if isinstance(block, Picture):
-            block = replace(block, path=f"plots/{page.stem}.svg")  # the page's only plot shows the differences
+            block = replace(block, name=page.stem, folder="plots")  # the page's only plot shows the differences
         if heading not in LEFT_OUT:
             kept.append(block)
     text = (f"docs/evidence.md defines the terms. The folder model_cards/{where} contains the numbers. This command "
@@ -106,13 +105,12 @@ def listing() -> str:
     order = sorted([*shipped(), *COST_STUDIES])
     listed = sorted(folders(), key=lambda folder: (order.index(study_of(folder)["name"]), folder.name))
     compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
-    lines = [
+    sentences = (
         f"The studies have {compared} differences to a baseline with a 95 % confidence interval. {apart} of these "
         f"intervals exclude zero. {adjusted} differences are detected after Holm's adjustment within each study. "
-        f"{CHANCE}", "",
-        "| study | repeats | data set, scale, seeds | differences | interval excludes zero | detected |",
-        "| --- " * 6 + "|"]
-    return "\n".join([*lines, *map(_line, listed)])
+        f"{CHANCE}")
+    header = ["study", "repeats", "data set, scale, seeds", "differences", "interval excludes zero", "detected"]
+    return f"{sentences}\n\n{table(header, map(_line, listed))}"
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
@@ -123,10 +121,8 @@ def counts(folder: Path) -> tuple[int, int, int]:
             sum(detected(difference["p_holm"]) for difference in differences))
 
 
-def _line(folder: Path) -> str:
-    study = study_of(folder)
-    compared, apart, adjusted = counts(folder)
-    numbers = f"{compared} | {apart} | {adjusted}" if compared else "- | - | -"
+def _line(folder: Path) -> list[str]:
+    study, numbers = study_of(folder), counts(folder)
     run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
-    return (f"| [{study['title']}](../model_cards/studies/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
-            f"| {numbers} |")
+    return [f"[{study['title']}](../model_cards/studies/study_{folder.name}.md)", study["paper"] or "-", run_on,
+            *(map(str, numbers) if numbers[0] else "---")]

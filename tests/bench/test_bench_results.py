@@ -92,7 +92,10 @@ def test_an_interrupted_run_writes_the_finished_groups(tmp_path, monkeypatch, ca
 def test_files_are_written_atomically(tmp_path, monkeypatch):
     measured = rows({"what": "operator", "step": "both"}, 0, [Result("linear", ms=[1.0])])
     for write, name in ((write_rows, "bench.csv"), (write_plot, "bench.svg")):
+        (tmp_path / "victim").write_text("precious")
+        (tmp_path / f".{name}.partial").symlink_to(tmp_path / "victim")  # another person may have made the folder
         write(tmp_path, measured)
+        assert (tmp_path / "victim").read_text() == "precious"
         before = (tmp_path / name).read_bytes()
         with monkeypatch.context() as patch:
             patch.setattr(results.os, "replace", lambda *_: 1 / 0)

@@ -311,6 +311,20 @@ def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):
     assert (tmp_path / "here" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("target", ["victim", "victim/file"])
+def test_links_in_an_earlier_export_are_replaced(tmp_path, name, target):
+    """Another person may have made the folder. The links of its files do not decide where files are written."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").write_text("precious")
+    hub.export(tiny(), tmp_path / "out", "me/model")
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "out" / name).symlink_to(tmp_path / target)
+    hub.export(tiny(), tmp_path / "out", "me/model")
+    assert not (tmp_path / "out" / name).is_symlink()
+    assert [(file.name, file.read_text()) for file in (tmp_path / "victim").iterdir()] == [("file", "precious")]
+
+
 def test_command_line(grid, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run"]) == 0

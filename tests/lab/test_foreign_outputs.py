@@ -1,18 +1,21 @@
-"""Test that outputs of another person name no paths, and that large files are refused in one line."""
+"""Test that outputs of another person name no paths to write, and that large files are refused in one line."""
 import gzip
 import json
+import os
+import shutil
 
 import pytest
 import yaml
 from helpers.laughs import LAUGHS
 from helpers.made_up_runs import run_of, study_of
-from helpers.tiny_study import one_run, request, written
+from helpers.tiny_study import compared, one_run, request, trained, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.folder import RunPlan, state
 from timm_ortho.lab.planning.plan import read
 from timm_ortho.lab.reporting import published, report
+from timm_ortho.lab.running import run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 OUTSIDE = "../../victim/logo"
@@ -58,6 +61,92 @@ def test_a_stage_outside_of_the_run_is_refused(tmp_path):
         RunPlan.read(folder)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The output of `timm-ortho compare` with one finished run, `linear-seed0`."""
+    return trained(compared(tmp_path_factory.mktemp("lab") / "out", ["linear"], epochs=1))
+
+
+@pytest.fixture
+def theirs(finished, tmp_path):
+    """A copy of `finished`, and the file `victim/card.json` outside it."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "card.json").write_text("precious")
+    yield shutil.copytree(finished, tmp_path / "theirs")
+    assert files_in(tmp_path / "victim") - files_in(finished / "linear-seed0") == set()
+    assert (tmp_path / "victim" / "card.json").read_text() == "precious"
+
+
+def link(path, target):
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target, target_is_directory=target.is_dir())
+
+
+@pytest.mark.parametrize("file", ["report.html", "report.md", "results.json", ".report.html.{}.partial"])
+def test_a_report_does_not_follow_the_links_of_its_folder(theirs, file):
+    """A link in place of a file is replaced by the file, and a link in place of a temporary file is removed."""
+    path = theirs / file.format(os.getpid())
+    link(path, theirs.parent / "victim" / "card.json")
+    study.report_on([theirs])
+    assert not path.is_symlink()
+    assert path.name.startswith(".") or path.is_file()
+
+
+@pytest.mark.parametrize("name", [
+    "figures", "figures/training.svg", "linear-seed0", "linear-seed0/card.json", "linear-seed0/switched"])
+def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, capsys):
+    victim = theirs.parent / "victim"
+    (theirs / "figures").mkdir()
+    if name == "linear-seed0":  # a folder that can be read as a run
+        for path in (theirs / name).iterdir():
+            if path.name != "card.json":
+                shutil.copy(path, victim)
+    link(theirs / name, victim / "card.json" if "." in name else victim)
+    assert cli.main(["study", "report", str(theirs)]) == 2
+    assert capsys.readouterr().err == (f"timm-ortho: error: {theirs / name} is a link, and nothing is written "
+                                       "through links: replace it by what it links to\n")
+
+
+@pytest.mark.parametrize("name", ["log.txt", "summary.csv", "records.jsonl", "probe.jsonl", "features.npy", ".lock"])
+def test_training_does_not_write_through_links(theirs, name):
+    """These files are appended to, cut off or locked."""
+    folder = theirs / "linear-seed0"
+    (folder / "result.json").unlink()
+    link(folder / name, theirs.parent / "victim" / "card.json")
+    for write in (lambda: run.run(folder), lambda: RunPlan.read(folder).write(folder)):
+        with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
+            write()
+
+
+@pytest.mark.parametrize("name", [".slurm", "linear-seed0/job"])
+def test_a_plan_does_not_write_through_links(theirs, name):
+    link(theirs / name, theirs.parent / "victim")
+    with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
+        study.make_plan(compared(theirs, ["linear"], epochs=1))
+
+
+def test_the_state_of_a_run_does_not_lock_through_a_link(theirs, monkeypatch):
+    """Releases of filelock before 3.20.1 truncate the file that a link names."""
+    folder = theirs / "linear-seed0"
+    (folder / "result.json").unlink()
+    link(folder / ".lock", theirs.parent / "victim" / "card.json")
+    monkeypatch.setattr("timm_ortho.lab.folder.FileLock", lambda path, **_: path.write_text(""))
+    assert state(folder)[0] == "stopped"
+
+
+def test_the_users_own_link_to_an_output_is_followed(theirs, capsys):
+    mine = theirs.parent / "mine"
+    mine.symlink_to(theirs)
+    for command in ("status", "report"):
+        assert cli.main(["study", command, str(mine)]) == 0
+    assert f"report: {mine / 'report.html'}" in capsys.readouterr().out
+    assert (theirs / "report.html").is_file()
+    (mine / "linear-seed0" / "result.json").unlink()
+    assert run.run(mine / "linear-seed0")["epochs"] == 1
+
+
 def test_aliases_are_refused_in_one_line(tmp_path, capsys):
     path = written(tmp_path)
     with open(path, "a", encoding="utf-8") as file:
@@ -97,4 +186,4 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
 def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):
     (tmp_path / "results.json").mkdir()
     with pytest.raises(LabError, match=r"results.json cannot be written \(Is a directory\): free disk space"):
-        report.write(study_of("accuracy", axes={}), [], [], tmp_path)
+        report.write([(study_of("accuracy", axes={}), [], [])], tmp_path)

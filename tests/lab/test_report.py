@@ -153,7 +153,7 @@ def test_special_characters(tmp_path):
 def test_several_studies_in_one_report(tmp_path):
     parts = [(study_of(name, dataset=data), runs_of(name), unfinished) for name, data, unfinished in (
         ("switch_kept", "digits", ["x-seed0"]), ("switch_kept", "torch/cifar10", []))]
-    text = report.write_many(parts, tmp_path / "one")
+    text = report.write(parts, tmp_path / "one")
     told, markdown = texts(tmp_path / "one")
     for said in (told, markdown, text):
         assert said.count("No difference could be tested (all 3 pairs have the same difference)") == 1

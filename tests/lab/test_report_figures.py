@@ -243,7 +243,7 @@ def test_a_line_has_one_setting():
     runs = [run_of("feature", 0, cell) for cell in cells]
     study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
              "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
-    for metrics_of, count in (({}, 4), ({"figures": [{"training": {"by": "mixer"}}]}, 2)):
+    for metrics_of, count in (({}, 4), ({"plots": [{"training": {"by": "mixer"}}]}, 2)):
         found = drawn({**study, "report": {**study["report"], **metrics_of}}, runs)
         axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
         assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count

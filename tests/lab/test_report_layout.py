@@ -60,7 +60,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     assert ["4", "1e-4", "Linear", "4.50 ± 0.71"] in rows
     laid_out = {"rows": ["depth"], "columns": ["connection", "measure"], "measures": ["loss"],
                 "titles": {"depth": "blocks"}, "labels": {"depth": {4: "four"}},
-                "figures": [{"points": {"x": "depth"}}]}
+                "plots": [{"points": {"x": "depth"}}]}
     write({**study, "report": laid_out}, runs, [], tmp_path)
     assert side_by_side(tmp_path)[("four",), "Orthogonal-F, test loss"] == (
         "0.5000 ± 0.0000", "+0.0000")

@@ -11,7 +11,7 @@ from timm_ortho.lab.reporting.statistics import (
     Difference,
     holm,
     paired_difference,
-    pooled_differences,
+    pooled_contrasts,
     reach,
     reading,
     sees,
@@ -22,6 +22,11 @@ LINEAR, FEATURE, GLOBAL = [90.0, 91.0, 92.5, 90.2], [90.5, 93.0, 93.5, 90.1], [8
 
 def by_seed(*columns):
     return [dict(enumerate(column)) for column in columns]
+
+
+def pooled_differences(blocks, pairs):
+    """Return treatment minus baseline in a cell for each triple (cell, treatment, baseline)."""
+    return pooled_contrasts(blocks, [{(cell, of): 1.0, (cell, base): -1.0} for cell, of, base in pairs])
 
 
 def test_one_pair_has_no_interval():

@@ -127,7 +127,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
     assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
         ("linear", 0, 20, "train.py"), ("feature", 7, 41, "train.py")]
-    monkeypatch.setattr(study.report, "write_many", lambda parts, to: f"{len(parts[0][1])} runs in {to.name}")
+    monkeypatch.setattr(study.report, "write", lambda parts, to: f"{len(parts[0][1])} runs in {to.name}")
     assert cli.main(["study", "report", str(unfinished), str(hand), "--output", str(tmp_path / "report")]) == 0
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 

@@ -136,7 +136,7 @@ def test_a_card_of_weights_that_others_trained(monkeypatch):
         return cards.Card(name, ModelCard("The card of others."))
 
     monkeypatch.setitem(cards.TRAINED_ELSEWHERE, "vit_test_ortho.digits", of_others)
-    written = {card.name: card.card.text for card in cards._cards()}
+    written = {card.name: card.card.text for card in cards.cards.__wrapped__()}
     assert [name for name, text in written.items() if text == "The card of others."] == ["vit_test_ortho.digits"]
     assert {*cards.AUTHORS, "vit_test_linear.digits"} < written.keys()
 

@@ -14,7 +14,7 @@ from scipy import stats
 from scripts.pages import commits, contrasts, evidence, hypotheses, studies as pages
 from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import published
-from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_differences
+from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_contrasts
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_equal_differences_decide_no_hypothesis(runs, only_study):
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
-    assert equal.ends(0.9) == (-float("inf"), float("inf"))
+    assert equal.measured(0.9).ends == (-float("inf"), float("inf"))
     assert not equal.within(5.0)
     assert equal.pooled.half_width is None
     assert contrasts.unpaired([1.0, 1.0], [2.0, 2.0]).p is None
@@ -99,7 +99,8 @@ def test_pooled_variance_covers_all_cells(runs):
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
     block = {name: dict(enumerate(of)) for name, of in (("linear", LINEAR), ("feature", FEATURE), ("global", other))}
-    assert [contrast(contrasts.difference()).pooled] == pooled_differences([block], [(0, "feature", "linear")])
+    assert [contrast(contrasts.difference()).pooled] == pooled_contrasts(
+        [block], [{(0, "feature"): 1.0, (0, "linear"): -1.0}])
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # without global's last seed
     assert contrast(contrasts.difference()).pooled.pairs == 4
 
@@ -340,7 +341,7 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
     assert evidence.verdict(rows).startswith(
         f"in narrow ViTs trained for 4 epochs, F {expected} and reaches a lower training loss on all of these; not ")
-    assert "longer runs than ours (4 epochs)" in evidence.verdict(rows)
+    assert "more than 4 epochs" in evidence.verdict(rows)
     (cifar, fashion) = evidence.fits(rows)
     assert cifar.startswith("CIFAR-10 (C1's runs): F − linear is +0.00 after epoch 1, +1.00 after epoch 2 and +0.62 ")
     assert evidence.higher_test_loss(rows) == "; its test loss is higher on CIFAR-10 and Fashion-MNIST"
@@ -498,7 +499,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert (f"The pairs of {' and '.join(missed)} vary more than planned." in after) == bool(missed)
     assert "trained for 8 to 20 epochs, F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
     said = " ".join(evidence.recommendation().split())
-    assert "trained for 8 to 20 epochs, top-1 accuracy minus that of plain addition is +" in said
+    assert "8 to 20 epochs), Orthogonal-F changes the top-1 accuracy of plain addition by +" in said
     assert re.search(r"\[[^]]*\] on Tiny ImageNet, [^]]*\] on CIFAR-10 and ", said)
     assert "width 384" not in said
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
@@ -510,4 +511,4 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 | 64 |\n" in after
     assert set(evidence.pictures()) == {"questions", "differences", "by_epoch", "by_time"}
     shutil.rmtree(pages.RESULTS / "studies" / f"cifar_width-{hypotheses.CIFAR}-small")
-    assert evidence.untested(evidence.of_vits())[-1] == "width 384"
+    assert evidence.untested(evidence.of_vits())[-1] == "width 384, as in ViT-S"

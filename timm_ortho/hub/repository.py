@@ -373,10 +373,11 @@ def _move(scratch: Path, folder: Path) -> None:
         others = [name for name in names if name not in FILES] or ([] if _is_export(folder) else names)
         if others:
             raise PublishError(f"{folder} contains other files ('{others[0]}'): choose another folder")
-        (folder / CURVE).unlink(missing_ok=True)  # the new run may have no curve
     folder.mkdir(exist_ok=True)
-    for name in filter(lambda name: (scratch / name).is_file(), FILES):
-        shutil.move(scratch / name, folder / name)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)  # `move` would follow a link; and the new run may have no curve
+        if (scratch / name).is_file():
+            shutil.move(scratch / name, folder / name)
 
 
 def _is_export(folder: Path) -> bool:

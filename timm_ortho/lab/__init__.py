@@ -117,12 +117,23 @@ def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
     partial = path.with_name(f".{path.name}{writer}.partial")
     with writing(path):
         try:
-            with open(partial, "wb") as file:
+            partial.unlink(missing_ok=True)  # of a killed process, or another person's link to a file elsewhere
+            with open(partial, "xb") as file:
                 yield file
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         os.replace(partial, path)
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise a LabError if a folder is a symbolic link or contains one.
+
+    Another person may have made the folder. Writing through its links would change files elsewhere.
+    """
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise LabError(f"{path} is a link, and nothing is written through links: replace it by what it links to")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 
 from .._text import aligned
-from . import LabError
+from . import LabError, refuse_links
 from .costs import cost_report
 from .costs.cost_report import cost
 from .folder import RunPlan
@@ -81,6 +81,7 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
     Layout.of(planned.study)  # checks the layout of the report before the first run
+    refuse_links(planned.folder / ".slurm")  # submitit writes there; `write` checks the folders of the runs
     planned.write()
     return planned
 
@@ -211,4 +212,4 @@ def _report(parts: Sequence[tuple], folder: Path) -> str:
     costs = [study["name"] for study, *_ in parts if study.get("kind", "training") != "training"]
     if costs and len(parts) > 1:
         raise LabError(f"the table of costs '{costs[0]}' cannot be in a report of several studies: report it alone")
-    return cost_report.write(*parts[0][:2], folder) if costs else report.write_many(parts, folder)
+    return cost_report.write(*parts[0][:2], folder) if costs else report.write(parts, folder)

@@ -35,7 +35,7 @@ from .._yaml import YAMLError, dump_yaml, load_yaml
 from ..runs.card_values import CARD, CardValues
 from ..runs.folders import json_lines, read_history
 from ..runs.provenance import PRIVATE
-from . import LabError, one_line, write_json, write_text, writing
+from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
@@ -144,6 +144,7 @@ class RunPlan:
 
     def write(self, folder: Path) -> None:
         """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
+        refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
@@ -163,6 +164,7 @@ class RunPlan:
             folder: The folder of the run.
             result, of_study: See `card_values`. None for an unfinished run.
         """
+        refuse_links(folder)
         card = CardValues(finished=False) if result is None else card_values(result, **of_study)
         for stage in self.stages:
             last = "." if stage is self.stages[-1] else self.stages[-1].folder
@@ -266,6 +268,7 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
     """Lock the folder of a run while this process trains it. If another process trains the run, raise a LabError."""
+    refuse_links(folder)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=5)  # a process that calls `state` holds the lock for a moment
@@ -286,10 +289,11 @@ def _is_at_work(folder: Path) -> bool:
 
     If the lock cannot be tried, return whether the last session in `sessions.json` has no end.
     """
-    if not (folder / ".lock").exists():
+    lock = folder / ".lock"
+    if lock.is_symlink() or not lock.exists():  # older releases of filelock truncate the file that a link names
         return False
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(lock, timeout=0):
             return False
     except Timeout:
         return True

@@ -18,7 +18,7 @@ from ...runs.provenance import made_with
 from .. import LabError, read_user_yaml, shipped_files
 from ..planning.design import COST_STUDIES, SCALES
 from ..reporting import report
-from ..reporting.page import Block, Code, Grid, Heading, Items, Table, Text, text_table
+from ..reporting.page import Block, Grid, Heading, Text, text_table
 from . import measure
 from .cost_tables import content
 
@@ -83,14 +83,10 @@ def write(study: Mapping[str, Any], rows: Sequence[measure.Row], folder: Path) -
         folder: Output folder.
     """
     results = {"study": study, "unfinished": [], "summary": [], "runs": rows}
-    report.write_files(title(study), blocks(study, rows), results, folder)
+    title = report.title_of(study)
+    report.write_files(title, blocks(study, rows), results, folder)
     printed = text_table(content(study["name"], rows).printed())
-    return f"{title(study)}\n\n{_about(study)}\n\n{printed}\n\nreport: {folder / 'report.html'}"
-
-
-def title(study: Mapping[str, Any]) -> str:
-    """Return the title of a report."""
-    return f"{study['title']} ({study['paper']})"
+    return f"{title}\n\n{_about(study)}\n\n{printed}\n\nreport: {folder / 'report.html'}"
 
 
 def _about(study: Mapping[str, Any]) -> str:
@@ -100,15 +96,11 @@ def _about(study: Mapping[str, Any]) -> str:
 def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:
     """Return the texts and tables below the title of a report, in order."""
     shown = content(study["name"], rows)
-    properties = {"device": ", ".join(dict.fromkeys(row["device"] for row in rows if row.get("device"))),
-                  **report.made_with(study, rows)}
-    made = Table(["property", "value"], [[key, value] for key, value in properties.items() if value])
+    devices = ", ".join(dict.fromkeys(row["device"] for row in rows if row.get("device")))
     return [
         Text(_about(study)),
         Heading("The paper's table and this one"),
         Grid(shown.table(), "the table"), Text(report.note(study, shown.note)), *report.extra_blocks(shown.extras),
-        Heading("What differs from the paper"),
-        Items(study["changed"]) if study["changed"] else Text("No known difference."),
-        Heading("How it was made"), Code(study["command"]),
-        *([Grid(made, "how it was made", wrap=True)] if made.rows else []),
+        *report.deviations(study),
+        *report.origin(study, {"device": devices, **report.made_with(study, rows)}),
     ]

@@ -116,7 +116,7 @@ def _parameters(rows: Sequence[Row]) -> Content:
          if row["module"] in _BRANCHES and row["connection"] in _UPDATES},
         "The FLOPs here are counted during a forward pass of one image. The paper's numbers are computed from its "
         "formulas for s tokens of width d.",
-        [extra for extra in extras if extra.table.rows])
+        extras)
 
 
 def _flop_position(row: Row) -> Position:

@@ -107,7 +107,11 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
                 continue
             differing = _differing(options, rows, plan)
             if not differing:
-                return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
+                return number, {
+                    "model": options["model"], "cell": place["cell"], "connection": connection, "seed": options["seed"],
+                    "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows), "history": rows,
+                    "dynamics": read_lines(folder / "records.jsonl"),
+                    "made_with": {"command": f"by hand, in {folder}"}}
             nearest = min(nearest or differing, differing, key=len)
     advice = f"; the most similar run differs in {', '.join(nearest)}" if nearest else ""
     raise LabError(f"{folder} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell "
@@ -130,16 +134,6 @@ def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) 
     here = settings(options, metrics_of(rows)["epochs"])
     there = settings(plan.stages[0].options, plan.stages[0].last_epoch)
     return [key for key in here if key in there and here[key] != there[key]]
-
-
-def _recorded(
-        folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
-    return {
-        "model": options["model"], "cell": place["cell"], "connection": place["connection"],
-        "seed": options["seed"], "dataset": data, "trainer": "train.py", **metrics_of(rows),
-        "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
-        "made_with": {"command": f"by hand, in {folder}"},
-    }
 
 
 def status(folder: Path) -> str:

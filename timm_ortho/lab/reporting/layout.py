@@ -52,10 +52,6 @@ def _represented(key: str) -> Callable[[Run], Optional[float]]:
     return lambda run: _number(key)(run.get("representation") or {})
 
 
-def _linear_cka(run: Run) -> Optional[float]:
-    return (run.get("representation") or {}).get("linear_cka")  # null for the baseline's runs
-
-
 def _mean_of_five(key: str, best: bool) -> Callable[[Run], Optional[float]]:
     """Return a function that averages five epochs of a run.
 
@@ -84,7 +80,8 @@ MEASURES = {
     "loss": Measure("{images} loss", _number("loss"), 4),
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),
-    "linear_cka": Measure("linear CKA with the baseline", _linear_cka, 3),
+    "linear_cka": Measure(  # null for the baseline's runs
+        "linear CKA with the baseline", lambda run: (run.get("representation") or {}).get("linear_cka"), 3),
     "feature_std": Measure("feature standard deviation", _represented("feature_std"), 3),
 }
 
@@ -142,8 +139,7 @@ class Layout:
             keys = keys if fits else None
         if not isinstance(keys or {}, Mapping):
             raise LabError(f"report must be a mapping, not {keys!r}")
-        # older studies have the key `figures` instead of `plots`
-        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}
+        keys = keys or {}
         check_names(keys, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
         generic = not keys.keys() & {"rows", "columns"}
         layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})

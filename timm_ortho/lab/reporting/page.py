@@ -8,14 +8,13 @@ import io
 import re
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Callable, NamedTuple, Sequence, Union
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from ..._text import aligned
+from ..._text import aligned, file_name
 
 
 class Table(NamedTuple):
@@ -64,24 +63,30 @@ class Picture:
     """A plot, drawn when its SVG is first read.
 
     Attributes:
-        path: The file of the plot, relative to the report's folder.
-        draw: Returns the figure. `narrow=True` is for narrow screens.
-        alt: Description for readers who cannot see the plot.
+        name: Name of the plot's file in `folder`, without suffix.
         caption: The text below the plot.
+        alt: Description for readers who cannot see the plot.
+        draw: Returns the figure. `narrow=True` is for narrow screens.
+        folder: The plot's folder, relative to the report's folder.
     """
 
-    path: str
-    draw: Callable[..., Figure]
-    alt: str
+    name: str
     caption: str
+    alt: str
+    draw: Callable[..., Figure]
+    folder: str = "figures"
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{file_name(self.name)}.svg"
 
     @cached_property
     def svg(self) -> str:
-        return svg(self.draw, Path(self.path).stem)
+        return svg(self.draw, file_name(self.name))
 
     @cached_property
     def narrow(self) -> str:
-        return svg(partial(self.draw, narrow=True), Path(self.path).stem)
+        return svg(partial(self.draw, narrow=True), file_name(self.name))
 
 
 Block = Union[Heading, Text, Items, Code, Grid, Picture]

@@ -24,6 +24,7 @@ from scipy.stats import pearsonr
 from ..._text import finite
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Run, grouped
+from .page import Picture
 from .statistics import ROUNDING, Difference
 from .tables import Entry
 
@@ -42,16 +43,8 @@ _MARKERS = "vPX<>d*h"
 _NARROW = 4.0  # width of a narrow plot in inches
 
 Name = Callable[[Run], str]
+Points = Callable[[Run], Mapping[float, Optional[float]]]  # returns the points of a run's curve, y by x
 Options = Mapping[str, Any]
-
-
-class Drawing(NamedTuple):
-    """A plot: the name of its file, its caption, its description, and a function that draws it wide or narrow."""
-
-    name: str
-    caption: str
-    alt: str
-    draw: Callable[..., Figure]
 
 
 @dataclass
@@ -89,7 +82,7 @@ class Scene(NamedTuple):
         return list(grouped(runs, self.layout.name([by] if isinstance(by, str) else by)).items())
 
 
-def drawings(scene: Scene) -> list[Drawing]:
+def drawings(scene: Scene) -> list[Picture]:
     """Return the plots of the layout, and `training` if the layout does not list it. Plots without data are left out.
 
     The added plot has a row of panels for each group of runs that are compared with one baseline.
@@ -196,27 +189,24 @@ def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], nam
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
-    """Return a line of a panel, with a curve for each run. `x` and `y` read the coordinates of a point from a row.
-
-    A curve has None where its run has no point.
-    """
-    by_run = [{x(row): y(row) for row in rows(run)} for run in runs]
+def _line(look: Mapping, runs: Sequence[Run], points: Points) -> tuple:
+    """Return a line of a panel, with a curve for each run. A curve has None where its run has no point."""
+    by_run = list(map(points, runs))
     every_x = sorted(set().union(*by_run))
-    return look, every_x, [[points.get(at) for at in every_x] for points in by_run]
+    return look, every_x, [[of_run.get(at) for at in every_x] for of_run in by_run]
 
 
-def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
+def _panel(title: str, runs: Sequence[Run], name: Name, points: Points, among: Sequence[Run] = ()) -> Panel:
     """Return a panel with a line for each name.
 
     Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
     """
     names = list(grouped(among or runs, name))
-    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
+    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, points)
                          for line, members in grouped(runs, name).items()})
 
 
-def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
+def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Picture:
     """Return a line chart. Sentences about the axes and the lines are appended to `caption`."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
     belows = dict.fromkeys(panel.below or below for panel in panels)
@@ -225,7 +215,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
     sentences = [caption, f"x ax{'is' if len(belows) == 1 else 'es'}: {', '.join(belows)}.",
                  f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run."]
-    return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
+    return Picture("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {', '.join(belows)}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
 
@@ -240,10 +230,11 @@ def _history(
         scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "", steps: Optional[int] = None,
 ) -> Panel:
     """Return a panel with a column of the history by epoch or, if `steps` is the number of steps per epoch, by step."""
+    def points(run: Run) -> dict[float, Optional[float]]:
+        return {(row["epoch"] + 1) * (steps or 1): row.get(column) for row in run["history"]}
+
     title = _HISTORY[column].format(scene.layout.images)
-    panel = _panel(f"{part}: {title}" if part else title, runs, name, lambda run: run["history"],
-                   lambda row: (row["epoch"] + 1) * (steps or 1), lambda row: row.get(column),
-                   among=scene.having("history"))
+    panel = _panel(f"{part}: {title}" if part else title, runs, name, points, among=scene.having("history"))
     panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
     panel.below = "training step" if steps else "epoch"
     panel.log, panel.chance = column.endswith("loss"), scene.layout.chance if column == "eval_top1" else None
@@ -291,7 +282,7 @@ def _with_chance(caption: str, layout: Layout) -> str:
     return f"{caption} The accuracy of chance is {layout.chance:.3g} %." if layout.chance else caption
 
 
-def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _training(scene: Scene, options: Options) -> Iterator[Picture]:
     name, runs = scene.lines(options), scene.having("history")
     rows = [progress(scene, members, name, part) for part, members in scene.parts(options, runs)]
     if not rows:
@@ -313,7 +304,7 @@ def measured_time(runs: Sequence[Run]) -> str:
             "other programs on the machine. A point is at the mean time of the runs after an epoch.")
 
 
-def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _curves(scene: Scene, options: Options) -> Iterator[Picture]:
     column, name = options.get("column", "eval_top1"), scene.lines(options)
     panels = [_history(scene, runs, column, name, part) for part, runs in scene.parts(options, scene.having("history"))]
     if panels:
@@ -328,17 +319,20 @@ _PROBES = {
 }
 
 
-def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _stream(scene: Scene, options: Options) -> Iterator[Picture]:
     """Draw the norm and cosine of the stream at each site. Only the lab's loop measures them (`probe.jsonl`)."""
     runs, name = scene.having("probe"), scene.lines(options)
     if not runs:
         return
-    panels, sites = _profile(runs, name)
+    sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
+    panels = [_panel(f"{title}, after training", runs, name,
+                     lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))))
+              for title, read in _PROBES.values()]
     yield _drawing(
         "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
         f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
         "images. The plot shows the root of the mean of |x|², and the mean cosine.",
-        panels, "site, from the first block to the last", ticks=sites)
+        panels, "site, from the first block to the last", ticks=[f"{site['layer']} {site['kind']}" for site in sites])
     # Published runs may have only the probes before and after training. A run of one epoch has no other probes.
     if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):
         return
@@ -348,29 +342,17 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
                        "block.", panels, "epochs done", shared=True)
 
 
-def profile(runs: Sequence[Run], name: Name = lambda run: run["connection"]) -> Figure:
-    """Draw the norm of the stream and the cosine along the depth of the network, after the last epoch."""
-    panels, sites = _profile(runs, name)
-    return lines_chart(panels, "site, from the first block to the last", ticks=sites)
-
-
-def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
-    sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
-    return [_panel(f"{title}, after training", runs, name, lambda run: list(enumerate(run["probe"][-1]["sites"])),
-                   lambda row: row[0], lambda row, read=read: read(row[1]))
-            for title, read in _PROBES.values()], [f"{site['layer']} {site['kind']}" for site in sites]
-
-
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
     """Return a panel with a line for each block. Of more than eight blocks, the legend lists the first and last."""
+    def points(run: Run, layer: int) -> dict[float, float]:
+        return {probe["epochs_done"]: _mean(read(site) for site in probe["sites"] if site["layer"] == layer)
+                for probe in run["probe"]}
+
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
-    lines = {}
-    for layer in layers:
-        named = layer in (layers[0], layers[-1]) or len(layers) <= 8
-        lines[f"{'' if named else '_'}block {layer}"] = _line(
-            _look(layer, layers[-1]), runs, lambda run: run["probe"], lambda probe: probe["epochs_done"],
-            lambda probe, layer=layer: _mean(read(site) for site in probe["sites"] if site["layer"] == layer))
-    return Panel(title, lines)
+    named = layers if len(layers) <= 8 else (layers[0], layers[-1])
+    return Panel(title, {
+        f"{'' if layer in named else '_'}block {layer}": _line(
+            _look(layer, layers[-1]), runs, partial(points, layer=layer)) for layer in layers})
 
 
 def _mean(values: Iterable[Optional[float]]) -> float:
@@ -395,7 +377,7 @@ _COEFFICIENTS = {  # sentences about plots without transition points
 }
 
 
-def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _traces(scene: Scene, options: Options) -> Iterator[Picture]:
     """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
     runs, name = scene.having("dynamics"), scene.lines(options)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
@@ -404,7 +386,7 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
         for measure, source in _SOURCES.items():
             if not any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
                 continue
-            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, *_trace(site, measure))
+            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, _trace(site, measure))
                       for layer, site in sites]
             for panel, (layer, _) in zip(panels, sites, strict=True):
                 step = steps.get((measure, layer, kind))
@@ -416,10 +398,10 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panels, "training step")
 
 
-def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
-    """Return the arguments of `_line` that read a site's records."""
-    return (lambda run: [row for row in run["dynamics"] if row["name"] == site], lambda row: row["step"],
-            branch if measure == "branch" else lambda row: row.get(measure))
+def _trace(site: str, measure: str) -> Points:
+    """Return a function that reads a measure by step from a site's records."""
+    return lambda run: {row["step"]: branch(row) if measure == "branch" else row.get(measure)
+                        for row in run["dynamics"] if row["name"] == site}
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
@@ -444,11 +426,11 @@ def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
     return names[-1] if names else None
 
 
-def _last_branch(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _last_branch(scene: Scene, options: Options) -> Iterator[Picture]:
     name = scene.lines(options)
     for part, runs in scene.parts(options, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
-        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, *_trace(site, measure))
+        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, _trace(site, measure))
                   for measure in ("orthogonal", "parallel", "branch")]
         caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
                    f"logarithmic y axes. {options.get('caption', '')}")
@@ -457,12 +439,12 @@ def _last_branch(scene: Scene, options: Options) -> Iterator[Drawing]:
         yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step")
 
 
-def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _learned_weights(scene: Scene, options: Options) -> Iterator[Picture]:
     runs = [run for run in scene.having("dynamics") if run["connection"] == "hybrid"]
     parts = scene.parts(options, runs)
     for kind, sites in _sites(runs).items():
         panels = [Panel(f"{part} start: {TRACES[measure]}" if part else TRACES[measure],
-                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, *_trace(site, measure))
+                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, _trace(site, measure))
                          for layer, site in sites})
                   for measure in ("rho", "theta") for part, members in parts]
         yield _drawing(
@@ -473,7 +455,7 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
 
 
 # -------------------------------------------------------------------------------------------------- points
-def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
+def _points(scene: Scene, options: Options) -> Iterator[Picture]:
     """Draw measures over a dimension, with every run, and the mean and standard deviation over the seeds."""
     x, name = options["x"], scene.lines(options)
     titles = {scene.layout.label("measure", key): MEASURES[key].read
@@ -487,7 +469,7 @@ def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
         correlations = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
         caption = f"{caption} Pearson's correlation over the runs: {'; '.join(correlations)}."
     groups, below = grouped(scene.runs, name), scene.layout.titles.get(x, x)
-    yield Drawing(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
+    yield Picture(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
                   partial(_draw_points, scene, x, titles, groups, bool(options.get("log"))))
 
 
@@ -569,7 +551,7 @@ class ForestRow(NamedTuple):
     effects: Collection[float]
 
 
-def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
+def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Picture]:
     """Return a plot of all differences beside the paper's, or an empty list if there are no differences."""
     compared = [ForestRow(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
                 for label, entry in labelled if entry.difference]
@@ -584,7 +566,7 @@ def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> 
     if any(row.difference.half_width is None for row in compared):
         sentences.append("A point without a bar has no interval.")
     sentences += ["Red diamonds are the paper's differences."] if effects else []
-    return [Drawing(
+    return [Picture(
         name, " ".join([*sentences, "The vertical line is zero."]),
         f"Differences to the baseline as points with bars{', with the paper’s differences' if effects else ''}. "
         f"The rows are: {rows}.", partial(draw_forest, compared))]
@@ -627,7 +609,7 @@ def _intervals(
                       label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
 
 
-DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Drawing]]] = {
+DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Picture]]] = {
     "training": _training, "curves": _curves, "points": _points, "stream": _stream, "traces": _traces,
     "last_branch": _last_branch, "learned_weights": _learned_weights,
 }

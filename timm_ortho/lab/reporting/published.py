@@ -19,8 +19,9 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name
-from .. import LabError, one_line
+from ..._text import file_name, without_nan
+from .. import LabError, one_line, whole_file, write_text
+from .layout import grouped
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
@@ -43,7 +44,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
     values = {"study": study, "recorded": recorded or {}, "runs": results}
-    (folder / STUDY).write_text(_as_json(values), encoding="utf-8")
+    write_text(folder / STUDY, _as_json(values))
     for table, key in TABLES.items():
         rows = [{"run": index, **row} for index, run in enumerate(runs) for row in _flat(run.get(key) or [])]
         file = folder / f"{table}.csv.gz"
@@ -64,17 +65,17 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     study, runs = values["study"], values["runs"]
     if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
-            for run in runs:
-                run[key] = []
             file = folder / f"{table}.csv.gz"
-            for row in _read_table(file) if file.is_file() else ():
-                _add(runs[row.pop("run")][key], row, probe=table == "probe")
+            by_run = grouped(_read_table(file) if file.is_file() else (), lambda row: row.pop("run"))
+            for number, run in enumerate(runs):
+                rows = by_run.get(number, [])
+                run[key] = _probes(rows) if table == "probe" else rows
     return study, runs, values["recorded"]
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
     """Return JSON with a line for each run and for each other key. NaN and infinities become null."""
-    plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    plain = without_nan(values)
     runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
     head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
     return f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n'
@@ -88,15 +89,10 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         yield from ({**rest, **site} for site in row["sites"]) if "sites" in row else [rest]
 
 
-def _add(rows: Rows, row: dict[str, Any], probe: bool) -> None:
-    """Append a row. The sites of one probe are collected in one list."""
-    if not probe:
-        rows.append(row)
-        return
-    epochs_done = row.pop("epochs_done")
-    if not rows or rows[-1]["epochs_done"] != epochs_done:
-        rows.append({"epochs_done": epochs_done, "sites": []})
-    rows[-1]["sites"].append(row)
+def _probes(rows: Rows) -> Rows:
+    """Collect the sites of each probe of a run in one list."""
+    by_epoch = grouped(rows, lambda row: row.pop("epochs_done"))
+    return [{"epochs_done": epochs, "sites": sites} for epochs, sites in by_epoch.items()]
 
 
 def _write_table(file: Path, rows: Rows, digits: int) -> None:
@@ -106,7 +102,7 @@ def _write_table(file: Path, rows: Rows, digits: int) -> None:
     writer.writerow(columns)
     writer.writerows([_rounded(row.get(key), 4 if key in COARSE else digits) for key in columns] for row in rows)
     # without name and time in the header, equal tables give equal files
-    with file.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
+    with whole_file(file) as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
         packed.write(text.getvalue().encode("utf-8"))
 
 
@@ -127,11 +123,7 @@ def _read_table(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: str) -> Any:
-    if not text:
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text

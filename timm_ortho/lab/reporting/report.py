@@ -46,12 +46,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name, finite
-from .. import paper, value_text, write_text
+from ..._text import file_name, finite, without_nan
+from .. import paper, refuse_links, value_text, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
-from .plots import Drawing, Scene, branch, drawings, forest, last_branch
+from .plots import Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 
@@ -83,7 +83,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        return f"{self.study['title']} ({self.study['paper']})" if self.study["paper"] else self.study["title"]
+        return title_of(self.study)
 
     @cached_property
     def layout(self) -> Layout:
@@ -115,24 +115,21 @@ class Part:
                 "runs": self.runs}
 
 
+def title_of(study: Mapping[str, Any]) -> str:
+    """Return the title of a report, with the paper's table if the study repeats one."""
+    return f"{study['title']} ({study['paper']})" if study["paper"] else study["title"]
+
+
 # ---------------------------------------------------------------------------------------------- writing
-def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, recorded: Optional[dict] = None) -> str:
+def write(studies: Sequence[tuple], folder: Path) -> str:
     """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return table and answer as text.
 
-    Args:
-        study, runs, unfinished: See above.
-        folder: Output folder.
-        recorded: Summary of all recorded steps, from an earlier `results.json`, whose own runs have at most `_STEPS`
-            recorded steps. By default, it is computed from the runs.
-    """
-    return write_many([(study, runs, unfinished, recorded)], folder)
-
-
-def write_many(studies: Sequence[tuple], folder: Path) -> str:
-    """Write one report of several studies or data sets: a section for each, and a plot of all differences in top-1.
+    A report of several studies or data sets has a section for each, and a plot of all differences in top-1.
 
     Args:
-        studies: The arguments `study`, `runs`, `unfinished` and optionally `recorded` of `write` for each study.
+        studies: `study`, `runs`, `unfinished` (see above) and optionally `recorded` for each study. `recorded` is the
+            summary of all recorded steps from an earlier `results.json`, whose own runs have at most `_STEPS` recorded
+            steps. By default, it is computed from the runs.
         folder: Output folder.
     """
     parts = [Part.of(*study) for study in studies]
@@ -145,6 +142,7 @@ def write_many(studies: Sequence[tuple], folder: Path) -> str:
 
 def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any], folder: Path) -> None:
     """Write the blocks of a report as HTML and Markdown, its plots, and its results as JSON."""
+    refuse_links(folder / "figures")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for block in blocks:
         if isinstance(block, Picture):
@@ -173,7 +171,7 @@ def _sections(parts: Sequence[Part]) -> Iterator[Block]:
     names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
     last = [(f"{name}: {_label(entry)}", entry) for name, part in zip(names, parts, strict=True)
             for entry in part.entries if entry.measure == "top1"]
-    yield from map(_picture, forest(last, "all_differences"))
+    yield from forest(last, "all_differences")
     for name, part in zip(names, parts, strict=True):
         data = part.study.get("dataset")
         yield from (Heading(f"{part.title}, {data}" if data else part.title), Text(part.about))
@@ -181,7 +179,7 @@ def _sections(parts: Sequence[Part]) -> Iterator[Block]:
             if isinstance(block, Heading):
                 block = block._replace(level=3)
             elif isinstance(block, Picture):
-                block = replace(block, path=block.path.replace("/", f"/{name}_"))
+                block = replace(block, name=f"{name}_{block.name}")
             yield block
 
 
@@ -197,17 +195,28 @@ def _section(part: Part) -> Iterator[Block]:
         yield Text(_NOTHING)
     yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
     yield from _results(part)
-    if study["changed"] or study["paper"]:
-        yield Heading("What differs from the paper")
-        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+    yield from deviations(study)
     if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
                          "as measured.")] if diverged else []
-    made = Table(["property", "value"], _made(part))
+    yield from origin(study, _made(part))
+
+
+def deviations(study: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield the section about differences from the paper. Studies without a paper and without changes have none."""
+    if study["changed"] or study["paper"]:
+        yield Heading("What differs from the paper")
+        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+
+
+def origin(study: Mapping[str, Any], properties: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the section about how a report was made: its command, and a table of the properties that have a value."""
     yield from (Heading("How it was made"), Code(study["command"]))
-    yield from [Grid(made, "how it was made", wrap=True)] if made.rows else []
+    rows = [[key, value] for key, value in properties.items() if value]
+    if rows:
+        yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
 
 
 def _results(part: Part) -> Iterator[Block]:
@@ -221,12 +230,12 @@ def _results(part: Part) -> Iterator[Block]:
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
         yield Grid(tables.differences(entries, layout), "differences to the baseline")
-        yield from map(_picture, forest([(_label(entry), entry) for entry in entries]))
+        yield from forest([(_label(entry), entry) for entry in entries])
     else:
         yield Text("There is no pair of runs to compare yet.")
     yield from extra_blocks(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
     drawn = drawings(Scene(part.runs, layout, part.recorded))
-    yield from [Heading("Plots"), *map(_picture, drawn)] if drawn else []
+    yield from [Heading("Plots"), *drawn] if drawn else []
 
 
 def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
@@ -234,10 +243,6 @@ def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
     for extra in extras:
         if extra.table.rows:
             yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
-
-
-def _picture(drawing: Drawing) -> Picture:
-    return Picture(f"figures/{file_name(drawing.name)}.svg", drawing.draw, drawing.alt, drawing.caption)
 
 
 def _label(entry: tables.Entry) -> str:
@@ -284,13 +289,9 @@ def _lead(parts: Sequence[Part]) -> str:
     if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
         return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
                 "longer, or change the learning rate.")
-    return " ".join([*_warning(untrained), _verdict(parts, compared)])
-
-
-def _warning(untrained: Sequence[tables.Entry]) -> Iterator[str]:
-    if untrained:
-        yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
-               "of these networks say nothing about the connections.")
+    warning = (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
+               "of these networks say nothing about the connections. ") if untrained else ""
+    return warning + _verdict(parts, compared)
 
 
 def _at_chance(part: Part) -> list[tables.Entry]:
@@ -399,10 +400,10 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------- how it was made
-def _made(part: Part) -> list[list[str]]:
-    """Return rows about a study's settings, machines and versions."""
+def _made(part: Part) -> dict[str, str]:
+    """Return a study's settings, machines and versions as text; an empty text for a value that is unknown."""
     study, runs = part.study, part.runs
-    rows = {
+    return {
         "seeds": ", ".join(map(str, study["seeds"])),
         "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
         "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
@@ -414,8 +415,8 @@ def _made(part: Part) -> list[list[str]]:
         "device": _distinct(run.get("device") for run in runs),
         "wall time": _wall_time(runs),
         "unfinished": ", ".join(part.unfinished) or "none",
+        **made_with(study, runs),
     }
-    return [[key, value] for key, value in {**rows, **made_with(study, runs)}.items() if value]
 
 
 def made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
@@ -444,7 +445,7 @@ def _wall_time(runs: Sequence[Run]) -> str:
     seconds = [run["seconds"] for run in runs if finite(run.get("seconds"))]
     whole = sum(seconds)
     text = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
-    return f"{text} of training in {len(seconds)} run{'s' * (len(seconds) != 1)}" if seconds else ""
+    return f"{text} of training in {_count(seconds, 'run')}" if seconds else ""
 
 
 def _text(parts: Sequence[Part], folder: Path) -> str:
@@ -505,7 +506,7 @@ def _thinned(run: Run) -> Run:
 # ------------------------------------------------------------------------------------------------------- JSON
 def as_json(value: Any) -> str:
     """Return JSON with one line for each list or object of plain values. NaN and infinities become null."""
-    return _laid_out(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
+    return _laid_out(without_nan(value)) + "\n"
 
 
 def _laid_out(value: Any, indent: str = "") -> str:

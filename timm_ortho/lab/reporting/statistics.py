@@ -140,18 +140,8 @@ def detected(p: Optional[float]) -> bool:
 Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatment -> seed -> value
 
 
-def pooled_differences(
-        blocks: Sequence[Block], pairs: Sequence[tuple[int, Hashable, Hashable]]) -> list[Optional[Difference]]:
-    """Return treatment minus baseline in a cell, for each triple (cell, treatment, baseline) in ``pairs``.
-
-    A cell is an index into ``blocks``. See :func:`pooled_contrasts`.
-    """
-    return pooled_contrasts(blocks, [
-        {(cell, treatment): 1.0, (cell, baseline): -1.0} for cell, treatment, baseline in pairs])
-
-
 def pooled_contrasts(
-        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
+        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]], level: float = 0.95,
 ) -> list[Optional[Difference]]:
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
@@ -167,6 +157,7 @@ def pooled_contrasts(
     Args:
         blocks: The values of each cell.
         contrasts: Weights by (index of the cell, treatment). In each cell they sum to zero.
+        level: Confidence of the two-sided intervals.
 
     Returns:
         One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
@@ -192,7 +183,7 @@ def pooled_contrasts(
             mean += float(contrast @ coefficients)
             leverage += float(contrast @ inverse @ contrast)
         error = math.sqrt(variance * leverage)
-        differences.append(student_interval(mean, error, freedom, min(seeds), scale) if min(seeds) else None)
+        differences.append(student_interval(mean, error, freedom, min(seeds), scale, level) if min(seeds) else None)
     return differences
 
 

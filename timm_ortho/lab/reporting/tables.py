@@ -11,7 +11,7 @@ from ..._text import finite
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
-from .statistics import Difference, detected, holm, paired_difference, pooled_differences, reading, sees
+from .statistics import Difference, detected, holm, paired_difference, pooled_contrasts, reading, sees
 
 NOT_RUN, NONE = "not run", "–"
 Group = tuple[tuple[tuple[str, Any], ...], str]  # (axis, value) pairs of the grid's cell, and the connection
@@ -165,17 +165,17 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
 def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
     """Add differences with pooled variance.
 
-    `pooled_differences` calls a set of entries a cell. Entries are in the same cell if they differ only in the
-    connection and in the axes that the study's baseline sets.
+    Entries are in the same cell if they differ only in the connection and in the axes that the study's baseline sets.
     """
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
 
     cells = grouped(entries, cell)
-    compared = [(list(cells).index(cell(entry)), entry.position, entry.baseline)
-                for entry in entries if entry.difference]
-    pooled = iter(pooled_differences(
-        [{entry.position: entry.values for entry in members} for members in cells.values()], compared))
+    numbers = {name: number for number, name in enumerate(cells)}
+    pooled = iter(pooled_contrasts(
+        [{entry.position: entry.values for entry in members} for members in cells.values()],
+        [{(numbers[cell(entry)], entry.position): 1.0, (numbers[cell(entry)], entry.baseline): -1.0}
+         for entry in entries if entry.difference]))
     return [replace(entry, pooled=next(pooled)) if entry.difference else entry for entry in entries]
 
 
@@ -259,16 +259,15 @@ def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> T
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
             str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
-            _middle(fmean, members, "best_top1", _with_digits(2)), str(entry.runs),
-            _middle(median, members, "images_per_second", _with_digits(0)),
-            _middle(median, members, "peak_memory", _memory)])
+            _middle(fmean, members, "best_top1"), str(entry.runs), _middle(median, members, "images_per_second"),
+            _middle(median, members, "peak_memory")])
     return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
                   "seeds", "images/s", "peak memory"], rows, len(axes) + 1)
 
 
-def _middle(of: Callable, runs: Sequence[Run], key: str, shown: Callable[[float], str]) -> str:
+def _middle(of: Callable, runs: Sequence[Run], key: str) -> str:
     values = [run[key] for run in runs if finite(run.get(key))]
-    return shown(of(values)) if values else "unknown"
+    return _COLUMNS[key][1](of(values)) if values else "unknown"
 
 
 def _memory(value: Optional[float]) -> str:
