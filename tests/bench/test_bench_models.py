@@ -57,7 +57,7 @@ def test_skips_are_measured_against_the_identity(tmp_path):
 
 
 def test_groups_of_channels_are_measured_beside_one_group():
-    by_name = models._models(tiny_vit("vit_small")._replace(groups=[4, "heads"]))
+    by_name = models._models(tiny_vit("vit_small", groups=[4, "heads"]))
     groups = {name: sites(model)[0].connection.groups for name, model in by_name.items()}
     assert groups == {"linear": 1, "ortho": 1, "orthog": 1, "ortho_groups_4": 4, "ortho_groups_heads": 2}
     same_weights(by_name)
@@ -106,7 +106,7 @@ def test_inference_keeps_no_graph_and_autocasts(dtype):
 
 def test_layouts_of_convolutional_models():
     one = architecture("resnetv2_18_cifar_orthog", 2, 16, dict(layers=(1,)))
-    assert (one.base, one.suffixes, one.batch) == ("resnetv2_18_cifar", ["_orthog"], (2, 3, 16, 16))
+    assert (one.base, [*one.variants], one.batch) == ("resnetv2_18_cifar", ["orthog"], (2, 3, 16, 16))
     assert one.layouts == ("nchw", "channels_last")
     for layout in one.layouts:
         seen = []

@@ -97,9 +97,9 @@ def test_defaults_of_a_gpu(monkeypatch):
     """The defaults take five minutes, so there is no torch.compile."""
     monkeypatch.setattr(options, "_device", torch.device)
     resolved = bench.resolve({"device": "cuda"})
-    assert [(model.base, model.batch[0], model.suffixes) for model in resolved.models] == [
-        ("vit_small_patch16_224", 128, ["_ortho"]), ("vit_small_patch16_224", 256, ["_ortho"]),
-        ("vit_base_patch16_224", 128, ["_ortho"]), ("resnetv2_50", 128, ["_ortho"])]
+    assert [(model.base, model.batch[0], [*model.variants]) for model in resolved.models] == [
+        ("vit_small_patch16_224", 128, ["ortho"]), ("vit_small_patch16_224", 256, ["ortho"]),
+        ("vit_base_patch16_224", 128, ["ortho"]), ("resnetv2_50", 128, ["ortho"])]
     assert (tuple(resolved.modes), tuple(resolved.dtypes), resolved.compile) == (("eager",), ("bfloat16",), False)
 
 

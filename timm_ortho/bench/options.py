@@ -48,22 +48,18 @@ class Architecture(NamedTuple):
 
     Attributes:
         base: Name of the variants without their suffix.
-        suffixes: Suffixes of the variants to measure.
+        variants: Models to measure by the name of their candidate: the name of a model, and arguments of its own.
         arguments: Arguments of `timm.create_model`.
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
-        skips: Skip transforms to measure instead of variants, with linear connections.
-        groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
         pasted: Whether to also measure the model with the formulas of `operator.PASTED` as its connections.
     """
 
     base: str
-    suffixes: Sequence[str]
+    variants: Mapping[str, tuple[str, Mapping[str, Any]]]
     arguments: Mapping[str, Any]
     batch: tuple[int, ...]
     layouts: Sequence[str]
-    skips: Sequence[str] = ()
-    groups: Sequence[Union[int, str]] = ()
     pasted: bool = False
 
     @property
@@ -168,8 +164,8 @@ def architecture(
         batch: Batch size.
         img_size: Image size, None for the model's default.
         arguments: Arguments of `timm.create_model`.
-        skips: Skip transforms to measure instead of variants.
-        groups: Values of `groups` for additional candidates.
+        skips: Skip transforms to measure instead of variants, with linear connections.
+        groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
 
     Raises:
         BenchError: The variant does not exist, or it cannot be built with these arguments.
@@ -185,16 +181,18 @@ def architecture(
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
     if img_size and cfg.fixed_input_size:  # models without a fixed size have no img_size argument
         arguments = {"img_size": img_size, **arguments}
+    if skips:
+        variants = {skip: (f"{base}_ortho", dict(connection="linear", skip=skip)) for skip in skips}
+    else:
+        variants = {each[1:]: (base + each, {}) for each in ([suffix] if suffix else ["_ortho", "_orthog"])}
+    variants |= {f"ortho_groups_{each}": (f"{base}_ortho", dict(connection_groups=each)) for each in groups}
     try:
         with on_meta():
-            model = timm.create_model(f"{base}_ortho", **arguments)
-            for argument, values in (("skip", skips), ("connection_groups", groups)):
-                for value in values:
-                    timm.create_model(f"{base}_ortho", **{**arguments, argument: value})
+            models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
-    layouts = ("nchw", "channels_last") if sites(model)[0].connection.dim == 1 else ("tokens",)
-    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts, skips, groups)
+    layouts = ("nchw", "channels_last") if sites(models[0])[0].connection.dim == 1 else ("tokens",)
+    return Architecture(base, variants, arguments, batch, layouts)
