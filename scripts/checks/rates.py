@@ -115,6 +115,7 @@ def by_recipe(runs: Iterable[Run], ridge: float, floor: float) -> dict[str, Chos
 
 def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     """Return the means, the choices and the gate as lines of Markdown."""
+    shown = recipe_of(recipes)
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
     header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "chosen rate",
               "points above ridge regression", "training loss above floor", "gate"]
@@ -126,9 +127,17 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
                          f"{chosen.rates[connection]:g}", f"{accuracy:+.2f}", f"{loss:+.3f}",
                          "passed" if chosen.passes(connection) else "not passed"])
     edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
-    shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
-    return [table(header, made), "", f"recipe: {recipe_of(recipes)}; shared rates: {shared}; rates at an edge: "
-            f"{'; '.join(edges) or 'none'}"]
+    shared = " and ".join(f"{chosen.shared:g} with `{name}`" for name, chosen in recipes.items())
+    ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
+    return [table(header, made), "",
+            f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipe `paper` has the paper's weight decay and no "
+            "gradient clipping, but not the paper's augmentation; `clipped` has a higher weight decay and "
+            "clipping. All other settings are equal. "
+            "In S3, both connections are trained at one shared rate, and at four times this rate. The shared rate is "
+            f"chosen from the mean accuracy over both connections: {shared}. "
+            f"The accuracy of ridge regression is {ridge:.2f} %. The floor is {floor:.3f}. "
+            + (f"These chosen rates are the lowest or highest tested rate: {'; '.join(edges)}." if edges else
+               "No chosen rate is the lowest or highest tested rate.")]
 
 
 def accepted(recipes: Mapping[str, Chosen]) -> bool:
