@@ -26,12 +26,13 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
-@pytest.fixture(scope="module")
-def served(request, tmp_path_factory):
-    """Yield a mock Hub and a client. The client's process runs the test module's code in IMPORTS first."""
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """Yield a mock Hub and a client, which all tests share, because a client takes seconds to start."""
+    from helpers.hub_models import IMPORTS  # imports timm
+
     folder = tmp_path_factory.mktemp("hub")
-    imports = request.module.IMPORTS
-    with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
+    with HubServer(folder) as server, HubClient(folder, server.endpoint, IMPORTS, server.add_user("me")) as client:
         yield server, client
 
 

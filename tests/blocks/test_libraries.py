@@ -194,16 +194,17 @@ def test_a_row_can_override_the_mask():
     assert (spec.mask, spec.mask_layout) == ("", "keys")
 
 
-@pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
-def test_unpickled_in_a_new_process(name, tmp_path):
-    model, inputs = made(name)
-    connect(model, "feature").eval()
-    (tmp_path / "model").write_bytes(pickle.dumps((model, inputs)))
+def test_unpickled_in_a_new_process(tmp_path):
+    models = [made(name) for name in ("torchvision resnet18", "transformers vit")]
+    for model, _ in models:
+        connect(model, "feature").eval()
+    (tmp_path / "models").write_bytes(pickle.dumps(models))
     code = ("import pickle, sys, torch; import timm_ortho; torch.set_num_threads(1); "
-            "model, inputs = pickle.load(open(sys.argv[1], 'rb')); y = model(*inputs); "
-            "torch.save(y if torch.is_tensor(y) else y[0], sys.argv[2])")
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model", tmp_path / "y"], check=True)
-    torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(*inputs)), rtol=0, atol=0)
+            "results = [model(*inputs) for model, inputs in pickle.load(open(sys.argv[1], 'rb'))]; "
+            "torch.save([y if torch.is_tensor(y) else y[0] for y in results], sys.argv[2])")
+    subprocess.run([sys.executable, "-c", code, tmp_path / "models", tmp_path / "y"], check=True)
+    expected = [output(model(*inputs)) for model, inputs in models]
+    torch.testing.assert_close(torch.load(tmp_path / "y"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("build", [

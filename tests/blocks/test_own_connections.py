@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import yaml
-from helpers.own_block import MyBlock, tokens
+from helpers.own_block import MyBlock, Written, tokens
 from torch import nn
 
 import timm_ortho
@@ -212,14 +212,6 @@ def test_a_connection_inside_a_connection_is_no_site(registered):
 
 
 def test_a_connection_of_connections_in_an_authors_code():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.f, self.add = nn.Linear(8, 8), Ensemble()
-
-        def forward(self, x):
-            return self.add(x, self.f(x))
-
-    block = Block()
+    block = Written(Ensemble())
     assert [site.name for site in sites(block)] == ["add"]
     assert type(timm_ortho.disconnect(block).add) is timm_ortho.LinearConnection

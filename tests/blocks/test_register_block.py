@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers.own_block import MyBlock, tokens
+from helpers.own_block import MyBlock, Written, tokens
 from helpers.small_models import host
 from torch import nn
 
@@ -35,18 +35,6 @@ class Embedding(nn.Module):
 
     def forward(self, x):
         return x + x.mean(1, keepdim=True)
-
-
-class Written(nn.Module):
-    """A block that creates and calls a connection in its own code."""
-
-    def __init__(self, dim=8):
-        super().__init__()
-        self.f = nn.Linear(dim, dim)
-        self.add = create_connection("feature", dim=-1)
-
-    def forward(self, x):
-        return self.add(x, self.f(x))
 
 
 def test_a_users_block(registered):

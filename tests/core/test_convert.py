@@ -275,7 +275,7 @@ assert type(again.blocks[0]) is vision_transformer.Block
 assert torch.equal(again(torch.randn(2, 3, 160, 160)), y)
 after = state()
 for i in (0, 1, 2, 4, 5, 6): assert before[i] == after[i], i
-import sys; assert not {'timm_ortho.update.kernels', 'matplotlib', 'sklearn'} & set(sys.modules)
+import sys; assert not {'timm_ortho.update.kernels', 'matplotlib', 'sklearn', 'transformers'} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -51,7 +51,7 @@ def connection(name, skip=None, **arguments):
 def model(name, **arguments):
     sizes = {
         "vit_small_ortho": dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2),
-        "resnetv2_18_cifar_orthog": dict(width_factor=0.25),
+        "resnetv2_18_cifar_orthog": dict(layers=(2, 1), channels=(16, 32), stem_chs=16),
     }
     return timm.create_model(name, num_classes=5, **sizes[name], **arguments).double().eval()
 

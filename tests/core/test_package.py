@@ -34,9 +34,11 @@ def test_import_is_cheap():
     """Importing the package after timm takes little time and loads few other packages."""
     code = ("import sys, time, timm; before, began = set(sys.modules), time.process_time(); import timm_ortho; "
             "print(time.process_time() - began, *(name.split('.')[0] for name in set(sys.modules) - before))")
-    runs = [run(code).split() for _ in range(3)]  # other processes can only increase the time
-    assert min(float(seconds) for seconds, *_ in runs) < 0.3
-    names = runs[0][1:]
+    for _ in range(3):  # other processes can only increase the time
+        seconds, *names = run(code).split()
+        if float(seconds) < 0.3:
+            break
+    assert float(seconds) < 0.3
     assert set(names) <= {"timm_ortho", "huggingface_hub", "linecache", "difflib", "ast"} | set(sys.stdlib_module_names)
 
 

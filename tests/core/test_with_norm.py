@@ -203,7 +203,7 @@ NAMES = tuple(f"connection_{name}" for name in SITES)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize("connection", ["feature", "hybrid"])  # with the two definitions of `with_norm`
 def test_same_results_in_every_form(form, connection):
     block, x = routed(PreNorm, *NAMES, connection=connection), torch.randn(2, 3, 4, requires_grad=True)
     converted = FORMS[form](block, x)

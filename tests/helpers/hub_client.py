@@ -1,6 +1,6 @@
 """Run code with the real huggingface_hub client in new processes that can reach only loopback addresses.
 
-    with HubClient(folder, hub.endpoint, token) as client:
+    with HubClient(folder, hub.endpoint, "import timm, torch, timm_ortho", token) as client:
         result = client.run("answer(sum(p.numel() for p in timm.create_model('hf-hub:me/model').parameters()))")
         result.answer, result.error, result.output, result.seconds
 
@@ -22,7 +22,6 @@ from typing import Any, Optional
 
 __all__ = ["SOON", "HubClient", "Result"]
 
-IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # A failed pull or push must raise its error within this many seconds. On an idle machine this takes at most 7 s.
 # huggingface_hub's own retries would take 23 s.
@@ -45,15 +44,13 @@ class HubClient:
     Args:
         folder: The client's HF_HOME is created in this folder.
         endpoint: Value of HF_ENDPOINT, the Hub's URL.
-        token: Value of HF_TOKEN, if any.
         imports: Code that runs once, before the forks.
+        token: Value of HF_TOKEN, if any.
         environment: Further environment variables. HF_HUB_DISABLE_XET=0 enables xet.
     """
 
     def __init__(
-            self, folder: Path, endpoint: str, token: Optional[str] = None, imports: str = IMPORTS,
-            **environment: str,
-    ) -> None:
+            self, folder: Path, endpoint: str, imports: str, token: Optional[str] = None, **environment: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},

@@ -18,23 +18,37 @@ VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_cla
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
 MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
 IMPORTS = f"VIT = {VIT!r}" + """
-import hashlib, json, os, pathlib
+import hashlib, json, os, pathlib, runpy, sys
 import huggingface_hub, timm, torch
 import timm_ortho
+from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
+from timm_ortho import cli, hub
 
 torch.manual_seed(0)
-def logits(model):
+def logits(model, chans=3, size=8):
     with torch.no_grad():
-        y = model.eval()(torch.linspace(-2, 2, 192).reshape(1, 3, 8, 8))
+        y = model.eval()(torch.linspace(-2, 2, chans * size * size).reshape(1, chans, size, size))
     return hashlib.sha256(y.numpy().tobytes()).hexdigest()
 def connections(model):
     return [repr(site.connection) for site in timm_ortho.sites(model)]
 def small(**kwargs):
     overlay = dict(hf_hub_id="me/vit", num_classes=5, input_size=(3, 8, 8))
     return timm.create_model("vit_small_ortho", pretrained=True, pretrained_cfg_overlay=overlay, **{**VIT, **kwargs})
+def make(name, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs).eval()
+def tiny(seed=0):
+    torch.manual_seed(seed)
+    return timm.create_model("vit_small_ortho", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2).eval()
+def pull(name):
+    return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
 BY_NAME, BY_PULL = "small()", "timm_ortho.pull('hf-hub:me/vit')"
 BY_TIMM = "timm.create_model('hf-hub:me/vit', pretrained=True)"
+# Code that a client runs before a call, so that a test waits less.
+SHORT_TIMEOUT = "timm_ortho.hub_client.errors.TOTAL_TIMEOUT = 1.0\n"
+NO_PAUSES = "import time; time.sleep = lambda seconds: None\n"  # between huggingface_hub's attempts to download
+SLOW_DNS = SHORT_TIMEOUT + "import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
 
 
 def digest(model):

@@ -1,4 +1,4 @@
-"""A user's residual block with two additions."""
+"""Residual blocks of a user: one with two additions, and one whose own code calls a connection."""
 import torch
 from torch import nn
 
@@ -13,6 +13,17 @@ class MyBlock(nn.Module):
     def forward(self, x):
         x = x + self.f(self.norm(x))
         return x + self.g(x)
+
+
+class Written(nn.Module):
+    """A block that creates and calls a connection in its own code."""
+
+    def __init__(self, connection=None):
+        super().__init__()
+        self.f, self.add = nn.Linear(8, 8), connection or timm_ortho.create_connection("feature")
+
+    def forward(self, x):
+        return self.add(x, self.f(x))
 
 
 def register():

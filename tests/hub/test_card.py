@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import pytest
 import yaml
-from helpers.trained_runs import lab_grid, timm_run
+from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
 from timm.data import ImageNetInfo
 
@@ -28,11 +28,6 @@ CONFIG = {
     "pretrained_cfg": {"input_size": [1, 16, 16], "mean": [0.3], "std": [0.38], "interpolation": "bicubic"},
 }
 SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
-
-
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory):
-    return lab_grid(tmp_path_factory.mktemp("grid") / "compared")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import timm
 import torch
 import yaml
 from helpers.exported import VIT, config, loaded, logits, tiny
-from helpers.trained_runs import TINY, lab_grid, timm_run
+from helpers.trained_runs import TINY, timm_run
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -21,11 +21,6 @@ from timm_ortho.hub import PublishError
 from timm_ortho.weights import checks
 
 SECRET = "hf_" + "0123456789abcdef" * 2
-
-
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory):
-    return lab_grid(tmp_path_factory.mktemp("grid") / "compared", seeds=2)
 
 
 def test_files_of_a_folder(tmp_path):
@@ -344,6 +339,6 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
     assert Path("both").read_text(encoding="utf-8").endswith(f"the files are in {folder}\n")
     assert cli.main(["push", str(grid), "me/digits", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
-        f"timm-ortho: error: {grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}\n")
+        f"timm-ortho: error: {grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}\n")
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "a.txt"]) == 2
     assert capsys.readouterr().err == "timm-ortho: error: a.txt cannot be read: No such file or directory\n"

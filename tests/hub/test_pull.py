@@ -7,12 +7,10 @@ import json
 
 import pytest
 import torch
-from helpers import hub_models
 from helpers.hub_models import MODELS, commit_changed, needs_hub, shifted, write
 from safetensors.torch import load
 
 pytestmark = needs_hub
-IMPORTS = hub_models.IMPORTS  # run in the client's process
 
 
 @pytest.mark.parametrize("repo_id", list(MODELS))

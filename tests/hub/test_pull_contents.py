@@ -7,13 +7,11 @@ from itertools import product
 import pytest
 import timm
 import torch
-from helpers import hub_models
 from helpers.hub_client import SOON
 from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, check_refused, commit_changed, needs_hub, write
 from helpers.pickles import Evil
 
 pytestmark = needs_hub
-IMPORTS = hub_models.IMPORTS  # run in the client's process
 
 
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM, "timm.create_model('local-dir:{}', pretrained=True)",

@@ -60,7 +60,7 @@ def olah(tmp_path_factory, saved):
 @pytest.mark.slow
 def test_models_pulled_from_olah_are_bit_identical(olah, tmp_path, saved):
     _, logits, connections = saved["me/vit"]
-    with HubClient(tmp_path, olah, imports=IMPORTS) as client:
+    with HubClient(tmp_path, olah, IMPORTS) as client:
         for way in (BY_TIMM, BY_PULL, BY_NAME):
             client.forget()
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")

@@ -4,32 +4,12 @@ import re
 
 import pytest
 from helpers.hub_client import SOON, HubClient
+from helpers.hub_models import IMPORTS, SLOW_DNS
 from helpers.hub_server import HubServer
-from helpers.trained_runs import lab_grid
 
 from timm_ortho import hub
 
 SECRET = "hf_" + "0123456789abcdef" * 2
-IMPORTS = """
-import json, pathlib, sys, huggingface_hub, timm, torch
-import timm_ortho
-from timm_ortho import cli, hub
-
-def make(name, **kwargs):
-    torch.manual_seed(0)
-    return timm.create_model(name, **kwargs).eval()
-
-def tiny(seed=0):
-    torch.manual_seed(seed)
-    return timm.create_model("vit_small_ortho", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2).eval()
-
-def logits(model, chans=3, size=32):
-    with torch.no_grad():
-        return model(torch.randn(2, chans, size, size, generator=torch.Generator().manual_seed(1))).tolist()
-
-def pull(name):
-    return timm.create_model("hf-hub:" + name, pretrained=True).eval()
-"""
 MODELS = {  # the ViT's weights exceed 10 MB, the real Hub's limit for files inside a commit request
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
@@ -37,33 +17,39 @@ MODELS = {  # the ViT's weights exceed 10 MB, the real Hub's limit for files ins
 }
 
 
-@pytest.mark.parametrize("uploads", ["regular", "lfs", "xet"])
-def test_pushed_models_load_bit_for_bit(tmp_path, uploads):
-    xet = {"HF_HUB_DISABLE_XET": "0" if uploads == "xet" else "1"}
-    with HubServer(tmp_path, uploads) as server:
+def pushed_and_pulled(server, client):
+    """Push MODELS and check that pulled models are equal. Return the files of the ViT, and whether PUT was used."""
+    token = server.add_user("me")
+    for repo_id, (name, kwargs) in MODELS.items():
+        pushed = client.run(f"model = make({name!r}, **{kwargs!r}); hub.push(model, {repo_id!r}); answer("
+                            "[logits(model, size=32), [repr(site) for site in timm_ortho.sites(model)]])")
+        assert pushed.error is None, pushed.output
+        client.forget()
+        pulled = client.run(f"model = pull({repo_id!r}); answer("
+                            "[logits(model, size=32), [repr(site) for site in timm_ortho.sites(model)]])")
+        assert pulled.answer == pushed.answer, pulled.output
+        assert token not in pushed.output + pulled.output
+        files = server.repositories[repo_id].find("main").files
+        assert files.keys() == {".gitattributes", "model.safetensors", "config.json", "README.md"}
+    assert server.leaks(token) == []
+    large = server.repositories["me/vit"].find("main").files["model.safetensors"]
+    assert large.size > 10_000_000
+    return large.xet is not None, any(request.method == "PUT" for request in server.requests)
+
+
+def test_pushed_models_load_bit_for_bit(server, client):
+    assert pushed_and_pulled(server, client) == (False, True)
+
+
+def test_pushed_models_load_bit_for_bit_with_xet(tmp_path):
+    with HubServer(tmp_path) as server:
         token = server.add_user("me")
-        with HubClient(tmp_path, server.endpoint, token, IMPORTS, **xet) as client:
-            for repo_id, (name, kwargs) in MODELS.items():
-                pushed = client.run(f"model = make({name!r}, **{kwargs!r}); hub.push(model, {repo_id!r}); answer("
-                                    "[logits(model), [repr(site) for site in timm_ortho.sites(model)]])")
-                assert pushed.error is None, pushed.output
-                client.forget()
-                pulled = client.run(f"model = pull({repo_id!r}); answer("
-                                    "[logits(model), [repr(site) for site in timm_ortho.sites(model)]])")
-                assert pulled.answer == pushed.answer, pulled.output
-                assert token not in pushed.output + pulled.output
-        sizes = {repo_id: server.repositories[repo_id].find("main").files for repo_id in MODELS}
-        assert sizes["me/vit"]["model.safetensors"].size > 10_000_000
-        for files in sizes.values():
-            assert files.keys() == {".gitattributes", "model.safetensors", "config.json", "README.md"}
-        assert server.leaks(token) == []
-        large, puts = sizes["me/vit"]["model.safetensors"], [r for r in server.requests if r.method == "PUT"]
-        assert (large.large, large.xet is not None, bool(puts)) == {
-            "regular": (False, False, False), "lfs": (True, False, True), "xet": (True, True, False)}[uploads]
+        with HubClient(tmp_path, server.endpoint, IMPORTS, token, HF_HUB_DISABLE_XET="0") as client:
+            assert pushed_and_pulled(server, client) == (True, False)
 
 
-def test_a_run_from_the_command_line(server, client, tmp_path):
-    run = lab_grid(tmp_path / "compared", seeds=2) / "feature-seed0"
+def test_a_run_from_the_command_line(server, client, grid, tmp_path):
+    run = grid / "feature-seed0"
     words = ["push", str(run), "me/digits", "--message", "First", "--license", "mit"]
     pushed = client.run(f"answer(cli.main({words!r}))")
     assert pushed.answer == 0, pushed.output
@@ -210,29 +196,19 @@ def test_tokens_are_only_in_the_header(server, client):
     assert "the Hub gives requests without a token no write access to me/model (403 from " in anonymous.error
 
 
-@pytest.mark.parametrize(("endpoint", "environment", "error"), [
-    ("http://127.0.0.1:9", {}, "http://127.0.0.1:9 cannot be reached (ConnectionRefusedError: [Errno 111] Connection "
-                               "refused); check the network, the proxy and HF_ENDPOINT"),
-    ("http://127.0.0.1:9", dict(HF_HUB_OFFLINE="1"),
-     "HF_HUB_OFFLINE is set, so me/model cannot be reached: unset it, or write the files without uploading "
-     "them (--dry-run, hub.export)"),
-])
-def test_without_a_network(tmp_path, endpoint, environment, error):
-    with HubClient(tmp_path, endpoint, SECRET, IMPORTS, **environment) as client:
+def test_without_a_network(tmp_path):
+    with HubClient(tmp_path, "http://127.0.0.1:9", IMPORTS, SECRET) as client:
+        missing = client.run("hub.push('nothing', 'me/model')")
         result = client.run("hub.push(tiny(), 'me/model')")
-    assert result.error == f"PublishError: {error}"
+    assert missing.error == "PublishError: there is no checkpoint or run folder 'nothing'"  # before any request
+    assert result.error == (
+        "PublishError: http://127.0.0.1:9 cannot be reached (ConnectionRefusedError: [Errno 111] Connection refused); "
+        "check the network, the proxy and HF_ENDPOINT")
     assert result.seconds < SOON
     assert SECRET not in result.output
 
 
-def test_a_missing_folder_is_reported_before_any_request(tmp_path):
-    with HubClient(tmp_path, "http://127.0.0.1:9", SECRET, IMPORTS) as client:
-        result = client.run("hub.push('nothing', 'me/model')")
-    assert result.error == "PublishError: there is no checkpoint or run folder 'nothing'"
-
-
 def test_a_dns_lookup_without_answer(server, client):
-    result = client.run("import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
-                        "hub.push(tiny(), 'me/model')")
+    result = client.run(f"{SLOW_DNS}hub.push(tiny(), 'me/model')")
     assert result.error == "PublishError: " + FAILURES["silence"].format(server.endpoint)
     assert result.seconds < SOON

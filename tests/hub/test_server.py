@@ -4,11 +4,6 @@ import os
 import random
 from pathlib import Path
 
-IMPORTS = """
-import hashlib
-from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
-api = HfApi()
-"""
 LARGE = random.Random(0).randbytes(11_000_000)
 
 
@@ -27,7 +22,7 @@ def test_a_commit_needs_complete_uploads(server, client):
     result = client.run("""
 add = CommitOperationAdd("model.safetensors", b"1" * 600)
 add._upload_mode, add._is_uploaded = "lfs", True
-api.create_commit("me/model", [add], commit_message="nothing behind it")
+HfApi().create_commit("me/model", [add], commit_message="nothing behind it")
 """)
     assert "the upload of model.safetensors is not complete" in result.error
 

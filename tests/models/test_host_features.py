@@ -17,7 +17,8 @@ from timm_ortho.bench.clock import saved_bytes
 MODELS = {
     "vit": dict(
         model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5),
-    "resnetv2": dict(model_name="resnetv2_18_cifar_orthog", num_classes=5, width_factor=0.25),
+    "resnetv2": dict(
+        model_name="resnetv2_18_cifar_orthog", layers=(2, 1), channels=(16, 32), stem_chs=16, num_classes=5),
 }
 CONNECTIONS = [{}, {"connection": "hybrid"}, {"connection_prob": 0.5}]
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import timm
 import torch
+from helpers.own_block import Written
 from torch import nn
 
 import timm_ortho
@@ -15,14 +16,11 @@ opacus = pytest.importorskip("opacus")
 PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.f, self.add = nn.Linear(8, 8), timm_ortho.create_connection("hybrid")
-        nn.init.constant_(self.add.theta, 0.3)
-
-    def forward(self, x):
-        return self.add(x, self.f(x))
+def blocks():
+    model = nn.Sequential(*(Written(timm_ortho.create_connection("hybrid")) for _ in range(2)))
+    for block in model:
+        nn.init.constant_(block.add.theta, 0.3)
+    return model
 
 
 def assert_gradients_of_samples(model, inputs):
@@ -49,9 +47,9 @@ def test_a_vit_needs_no_sampler(connection):
 def test_the_lines_of_the_page():
     if not PAGE.exists():
         pytest.skip("requires a checkout of the repository")
-    model, inputs = nn.Sequential(Block(), Block()), torch.randn(3, 5, 8)
+    model, inputs = blocks(), torch.randn(3, 5, 8)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'f'"):  # else, no sampler is needed
         assert_gradients_of_samples(model, inputs)
     lines, = re.findall(r"^(from opacus.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     exec(lines, {"timm_ortho": timm_ortho})
-    assert_gradients_of_samples(nn.Sequential(Block(), Block()), inputs)
+    assert_gradients_of_samples(blocks(), inputs)

@@ -2,23 +2,13 @@
 import pytest
 import timm
 import torch
+from helpers.own_block import Written
 from torch import nn
 
 from timm_ortho import HybridConnection, connect, connection_arguments, create_connection, disconnect, record, sites
 
 peft = pytest.importorskip("peft")
 NAMES = [f"blocks.{layer}.connection_{kind}" for layer in range(4) for kind in ("attention", "mlp")]
-
-
-class Written(nn.Module):
-    """A block whose own code contains its connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.f, self.add = nn.Linear(8, 8), create_connection("hybrid")
-
-    def forward(self, x):
-        return self.add(x, self.f(x))
 
 
 class Wrapper(nn.Module):
@@ -94,7 +84,7 @@ def test_disconnect_removes_the_wrappers():
 
 
 def test_a_block_whose_own_code_contains_the_connection():
-    model = adapted(nn.Sequential(Written(), Written()), ["f"], ["add"])
+    model = adapted(nn.Sequential(*(Written(create_connection("hybrid")) for _ in range(2))), ["f"], ["add"])
     assert [(site.layer, site.kind) for site in sites(model)] == [(0, "add"), (1, "add")]
     with pytest.raises(ValueError, match="a ModulesToSaveWrapper around its connection add"):
         connect(model, "feature")

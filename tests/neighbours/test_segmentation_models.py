@@ -15,7 +15,7 @@ def unet(encoder, **arguments):
 @pytest.mark.parametrize(("base", "suffix", "kind", "size"), [
     ("resnetv2_18", "_ortho", "FeatureConnection", 64),
     ("convnext_atto", "_orthog", "GlobalConnection", 64),
-    ("swin_tiny_patch4_window7_224", "_ortho", "FeatureConnection", 224),
+    pytest.param("swin_tiny_patch4_window7_224", "_ortho", "FeatureConnection", 224, marks=pytest.mark.slow),
 ])
 def test_variants_as_encoders(base, suffix, kind, size):
     model, linear, plain = unet(base + suffix), unet(base + suffix, connection="linear"), unet(base)

@@ -19,7 +19,6 @@ from timm_ortho.models.variant_arguments import VARIANT_ARGUMENTS
 ROOT = Path(__file__).parents[2]
 
 BY_HAND = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "model_cards" / "README.md"])
-IMPORTS = "import runpy, timm, torch; import timm_ortho"
 
 
 def ids(path):

@@ -49,7 +49,7 @@ from timm_ortho import cli
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """Return a client that starts processes without network access."""
-    with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", imports=OFFLINE) as client:
+    with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", OFFLINE) as client:
         yield client
 
 
@@ -70,6 +70,7 @@ def images(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_vit_base_has_the_logits_of_the_authors_layout(tmp_path):
     theirs = authors_vit()

@@ -1,6 +1,6 @@
 """A local mock of the Hugging Face Hub. The real huggingface_hub client can push to it and pull from it.
 
-    with HubServer(folder, uploads="lfs") as hub:               # a client needs HF_ENDPOINT=hub.endpoint
+    with HubServer(folder) as hub:                              # a client needs HF_ENDPOINT=hub.endpoint
         token = hub.add_user("me")
         hub.create_repo("me/model", private=True)
         hub.commit("me/model", {"config.json": b"{}"})
@@ -8,16 +8,12 @@
         hub.files("me/model"), hub.requests
 
 The mock has repositories with branches, tags and pull requests, private and gated repositories, and read and write
-tokens. It supports three upload modes, commits, and downloads of ranges. It can simulate failures. All data is in
-memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
+tokens. It supports uploads by LFS and by xet, commits, and downloads of ranges. It can simulate failures. All data is
+in memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
 
-The argument ``uploads`` selects the upload mode:
-  * ``regular``: the request of a commit contains the contents of all files. The real Hub accepts this for small text
-    files only.
-  * ``lfs``: the client uploads large files with PUT before the commit. HF_HUB_DISABLE_XET=1 must be set, because a
-    client with xet does not fall back to LFS.
-  * ``xet``: hf_xet writes large files to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only
-    hf_xet can read these files, because their chunks are compressed.
+A client uploads large files before the commit. With HF_HUB_DISABLE_XET=1 it uses PUT, as for Git LFS. Without, hf_xet
+writes them to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only hf_xet can read these files, because
+their chunks are compressed.
 
 As on the real Hub, the contents of large files have another host name (``localhost``) than the API (``127.0.0.1``). A
 token that is sent to ``localhost`` has leaked. Status codes and headers follow the client's source. They were not
@@ -34,21 +30,16 @@ from . import routes  # noqa: F401  registers the routes
 from .http import Fault, Handler, Recorded, Server
 from .store import LARGE, File, Repository, describe, files_of_shard
 
-UPLOADS = ("regular", "lfs", "xet")
-
 
 class HubServer:
     """Serve the Hub in a thread of this process, inside a ``with`` statement. The module's docstring has an example.
 
     Args:
         folder: Folder to which hf_xet writes large files.
-        uploads: Upload mode of large files: ``regular``, ``lfs`` or ``xet``.
     """
 
-    def __init__(self, folder: Path, uploads: str = "lfs") -> None:
-        if uploads not in UPLOADS:
-            raise ValueError(f"unknown uploads {uploads!r}, known are {', '.join(UPLOADS)}")
-        self.folder, self.uploads = Path(folder).resolve(), uploads
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder).resolve()
         self.repositories: dict[str, Repository] = {}
         self.users: dict[str, tuple[str, str]] = {}  # token -> user, role
         self.blobs: dict[str, bytes] = {}  # SHA-256 -> content
@@ -119,7 +110,7 @@ class HubServer:
                 matches ``/resolve/``, which only redirects. To match the download of the content, use ``/blobs/``.
             method: HTTP method; None for all.
             times: Number of requests that fail; None for all.
-            after: For ``"cut"``: number of bytes that arrive. A chunked upload arrives completely before the cut.
+            after: For ``"cut"``: number of bytes that arrive.
             code: Value of the header ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
         """
         fault = Fault(what, method, path, times, after, code)
@@ -152,7 +143,7 @@ class HubServer:
     def store(self, content: bytes, large: bool) -> File:
         sha256 = hashlib.sha256(content).hexdigest()
         self.blobs[sha256] = content
-        return describe(content, sha256, len(content), large and self.uploads != "regular")
+        return describe(content, sha256, len(content), large)
 
     def uploaded(self, sha256: str, size: int) -> Optional[File]:
         """Return a large file if its upload by LFS or xet is complete, otherwise None."""

@@ -106,18 +106,12 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def _read_body(self) -> None:
         is_cut = self.fault and self.fault.what == CUT and self.command in ("POST", "PUT")
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            while (size := int(self.rfile.readline().split(b";")[0], 16)) > 0:
-                self.record.body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            length = int(self.headers.get("Content-Length") or 0)
-            self.record.body = self.rfile.read(min(length, self.fault.after) if is_cut else length)
+        length = int(self.headers.get("Content-Length") or 0)
+        self.record.body = self.rfile.read(min(length, self.fault.after) if is_cut else length)
         if is_cut:
             raise ConnectionResetError("cut")
 

@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Iterator, Optional
 
-LARGE = (".safetensors", ".bin", ".pth", ".npz")  # such files are uploaded before the commit, except in mode "regular"
+LARGE = (".safetensors", ".bin", ".pth", ".npz")  # such files are uploaded before the commit
 
 
 @dataclass(frozen=True)
