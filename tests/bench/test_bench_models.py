@@ -23,7 +23,8 @@ def test_model_rows(model_run):
         for name in ("linear", "ortho", "orthog")]
     for row in rows:
         assert row["model"] == "vit_small(img_size=32, depth=1, embed_dim=32, num_heads=2)"
-        assert (row["shape"], row["layout"], row["backend"]) == ("3x3x32x32", "tokens", "torch")
+        assert (row["shape"], row["layout"], row["backend"], row["baseline"]) == ("3x3x32x32", "tokens", "torch",
+                                                                                 "linear")
         assert float(row["ratio_p20"]) <= float(row["ratio_p50"]) <= float(row["ratio_p80"])
         assert float(row["images_per_s"]) == pytest.approx(3e3 / float(row["ms_p50"]), rel=1e-4)
         assert row["peak_memory"] == row["gb_per_s"] == row["note"] == ""

@@ -38,6 +38,7 @@ def test_metrics_of_known_times():
     assert row["gb_per_s"] == pytest.approx(2.0)  # 6 MB in 3 ms
     assert row["share_of_copy"] == pytest.approx(0.5)
     assert row["images_per_s"] == pytest.approx(8 / 3e-3)
+    assert row["baseline"] == "linear"
 
 
 def test_memory_ratios_are_relative_to_linear():

@@ -42,7 +42,7 @@ MACHINE = (
     "device", "cpu", "threads", "driver", "cuda", "system", "python", "torch", "triton", "timm", "timm_ortho",
     "commit", "date", "command",
 )
-COLUMNS = (*LABELS, "candidate", "backend", "repeats", "calls", *METRICS, "note", *MACHINE)
+COLUMNS = (*LABELS, "candidate", "backend", "baseline", "repeats", "calls", *METRICS, "note", *MACHINE)
 
 Measurement = dict[str, Any]  # one line of bench.csv, by column
 
@@ -86,7 +86,7 @@ def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> l
 
 def _row(labels: Mapping[str, str], images: int, result: Result, by_name: Mapping[str, Result]) -> Measurement:
     linear = by_name["linear"]
-    row = {**dict.fromkeys(COLUMNS, ""), **labels, **result.once, "candidate": result.name,
+    row = {**dict.fromkeys(COLUMNS, ""), **labels, **result.once, "candidate": result.name, "baseline": linear.name,
            "repeats": len(result.ms), "note": result.note, "threads": torch.get_num_threads()}
     if result.note:
         return {**row, **dict.fromkeys(METRICS)}
