@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 import timm_ortho
 from timm_ortho._yaml import load_yaml
 from timm_ortho.lab.data import open_source
-from timm_ortho.models.names import SUFFIXES, base_name, is_variant, similar_variants
+from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.runs.trained_run import image_config
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
@@ -49,14 +49,11 @@ def main(tag: str, folder: Path) -> None:
     missing = [connection for connection in names if connection not in runs]
     if missing:
         raise SystemExit(f"{folder} has no finished run with seed {seed} of {', '.join(missing)}")
-    checked = []  # no file is written before all entries are checked
     for connection, name in names.items():
         run = folder / f"{connection}-seed{seed}"
         options = Namespace(**load_yaml((run / "args.yaml").read_text(encoding="utf-8")))
         model = trained(f"{name}.{tag}", run, options)
         check_entry(f"{name}.{tag}", model, options)
-        checked.append((connection, name, options, model))
-    for connection, name, options, model in checked:
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
                  "commit": commit_of(results["study"], results["runs"], folder),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
@@ -76,10 +73,8 @@ def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
     The run's top-1 is the accuracy of these weights.
 
     Raises:
-        SystemExit: There is no such model, or `timm.create_model(name)`, without arguments, is not the run's model.
+        SystemExit: `timm.create_model(name)`, without arguments, is not the run's model.
     """
-    if not is_variant(name):
-        raise SystemExit(f"ENTRIES has {name}, but there is no such model{similar_variants(name.partition('.')[0])}")
     arguments = {key: value for key, value in options.model_kwargs.items() if key not in ("connection", "img_size")}
     if arguments:
         raise SystemExit(

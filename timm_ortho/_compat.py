@@ -13,13 +13,8 @@ from torch.nn.modules import module as _modules  # hooks of all modules
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
-__all__ = [
-    "adapt_model_from_file", "compiled_model", "compiling_differs_from_exporting", "current_arguments",
-    "dispatch_mode_is_active", "fake_tensors", "feature_take_indices", "functorch_is_active", "has_hf_hub", "has_hooks",
-    "is_batched", "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain",
-    "is_recorded", "is_sharded", "is_transformed", "named_children", "own_parameters",
-    "search_split", "submission_script", "TorchDispatchMode",
-]
+# Names that this module only imports; ruff would report them as unused.
+__all__ = ["TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "has_hf_hub", "search_split"]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
 current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {})

@@ -17,8 +17,8 @@ from typing import Any, Iterator, Mapping, Sequence
 from . import __version__
 from ._text import aligned, error_text
 
-_PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
-_LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
+_LAB = {
+    "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
 
 
 class UsageError(Exception):
@@ -182,7 +182,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         help="any option of timm's train.py that the study does not vary")
     _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
-    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
         help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
@@ -332,11 +332,10 @@ def _add_bench(commands: Any) -> None:
     add("--dtypes", nargs="+", metavar="DTYPE",
         help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
              "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
-    add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    add("--compile", action=argparse.BooleanOptionalAction,
-        help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
-    add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
+    add("--modes", nargs="+", metavar="MODE",
+        help="eager, compiled: models without and with torch.compile; the operator is measured with torch.compile only "
+             "with compiled (default: both on a CPU; eager on a GPU, because compiling takes several minutes)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
     add("--quick", action="store_true", help="small shapes, short models, few repetitions: two to three minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
@@ -344,20 +343,16 @@ def _add_bench(commands: Any) -> None:
 
 
 _MEASURED = (
-    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "modes",
-    "repeats", "quick")
+    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "modes", "repeats",
+    "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
     from .bench import BenchError, bench
     from .runs.provenance import environment
-    if parsed.amp and parsed.dtypes:
-        raise UsageError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
     try:
         options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
-        if parsed.amp:
-            options["dtypes"] = ["bfloat16"]
         return bench(options, environment(), parsed.output, parsed.command_line)
     except BenchError as error:
         raise UsageError(error) from None
@@ -515,9 +510,8 @@ def _list_weights(pattern: str) -> int:
         raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
     rows = [("name", "size", "from", "on this machine")]
     for entry in map(weights, names):
-        file = entry.file if entry.file and entry.file.is_file() else None
-        size = file.stat().st_size if file else 4 * _parameters(_model_on_meta(entry.name))
-        rows.append((entry.name, _bytes(size), entry.source, "yes" if file else "missing" if entry.file else "no"))
+        size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
+        rows.append((entry.name, _bytes(size), entry.source, "yes" if entry.file else "no"))
     print("\n".join(aligned(rows, "<><<")))
     return 0
 
@@ -597,7 +591,6 @@ def _show(parsed: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
-    print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 

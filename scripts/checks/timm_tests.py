@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
 """Run timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first; a repeated run continues
+    python -m scripts.checks.timm_tests [OPTIONS]    all variants; a repeated run continues
 
     --marked              only the tests that timm's CI runs, which is much faster
     --above 100           only architectures of more than 100 million parameters
     --spread              forty quick variants, each of a different kind
     --only NAME ...       only the named variants, for example vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
-    --skip TRANSFORM      use this skip transform in the variants: --only test_vit_ortho --skip orthogonal_tp
 
 timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
 Only `tests/` is unpacked, so the installed timm is tested. A separate process runs the tests and loads this file as a
 pytest plugin (`-p timm_tests`). The plugin registers the variants before timm's tests list their models, selects the
-tests of the requested models, and records each outcome.
+tests of the requested models, and appends each outcome to a file.
 
 If a process dies from lack of memory or time, a new process continues, beginning with the same test. If a process dies
 in the first test that it runs, this test counts as failed.
@@ -27,14 +26,22 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Union
 
 import pytest
+import timm
+import torch
+from timm.models import _registry
+
+import timm_ortho
+from timm_ortho.models import coverage
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import base_name, is_variant
+from timm_ortho.runs.folders import json_lines
 
 # Quick variants with many kinds of blocks, stems, norms and heads. About half are _ortho, and half are _orthog.
 SPREAD = (
@@ -62,8 +69,8 @@ SPREAD = (
 )
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # as in timm's workflow tests.yml
 ANY = "all tests"  # name reported for a variant that has no tests
-WANTED, ENDED, OUTCOMES, SKIP = (  # environment variables for the plugin
-    "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
+SECONDS = 3600  # after which a process is stopped and the next process continues
+WANTED, OUTCOMES = "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES"  # environment variables with the plugin's files
 
 PYTEST_INI = """[pytest]
 markers =
@@ -83,12 +90,6 @@ markers =
 # As a pytest plugin ---------------------------------------------------------------------------------------------------
 
 def pytest_configure(config) -> None:
-    import timm
-    from timm.models import _registry
-
-    import timm_ortho  # noqa: F401  registers the variants
-    from timm_ortho.models.names import base_name
-
     # timm's feature tests select models by module, so add each variant to its architecture's module in this process
     for name, module in list(_registry._model_to_module.items()):
         if module in ("variants", "paper", "skip_networks"):
@@ -96,19 +97,16 @@ def pytest_configure(config) -> None:
             home = _registry._model_to_module.get(base_name(name), own)
             _registry._module_to_models[home].add(name)
     # listing only the wanted models avoids 60,000 tests
-    wanted, list_models = json.loads(os.environ[WANTED]), timm.list_models
+    wanted, list_models = _wanted(), timm.list_models
     timm.list_models = lambda *args, **kwargs: [
         name for name in list_models(*args, **kwargs) if name.split(".")[0] in wanted]
-    skip = os.environ.get(SKIP)
-    for name in wanted if skip else ():
-        if base_name(name) != name:
-            _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
 @pytest.hookimpl(trylast=True)  # run after pytest's own deselection by marker
 def pytest_collection_modifyitems(config, items: list) -> None:
     """Keep the requested tests that have no outcome yet."""
-    wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
+    wanted = _wanted()
+    ended = {record.get("ended") for record in _records(Path(os.environ[OUTCOMES]))}
 
     def keep(item) -> bool:
         functions = wanted.get(_model_of(item)) if item.nodeid not in ended else None
@@ -118,9 +116,12 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
     items[:] = kept
     for item in items:
-        item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
-    _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
+        item.user_properties.append(("timm_test", {"model": _model_of(item), "test": item.originalname}))
     gc.freeze()  # garbage collection after each test then skips existing objects
+
+
+def _wanted() -> Dict[str, List[str]]:
+    return json.loads(Path(os.environ[WANTED]).read_text())
 
 
 def _model_of(item) -> Optional[str]:
@@ -129,8 +130,8 @@ def _model_of(item) -> Optional[str]:
     return name.split(".")[0] if isinstance(name, str) else None
 
 
-def pytest_runtest_logstart(nodeid: str, location) -> None:
-    _write({"started": nodeid})
+def pytest_runtest_setup(item) -> None:
+    _append(os.environ[OUTCOMES], {"started": item.nodeid, **dict(item.user_properties)["timm_test"]})
 
 
 def pytest_runtest_teardown(item) -> None:
@@ -143,15 +144,20 @@ def pytest_unconfigure() -> None:
 
 def pytest_runtest_logreport(report) -> None:
     if report.when == "call" or report.outcome != "passed":
-        model, test = dict(report.user_properties)["timm_test"]
         crash = getattr(report.longrepr, "reprcrash", None)
         message = crash.message.strip().splitlines()[0] if crash else ""
-        _write({"ended": report.nodeid, "model": model, "test": test, "outcome": report.outcome, "message": message})
+        _append(os.environ[OUTCOMES], {
+            "ended": report.nodeid, **dict(report.user_properties)["timm_test"], "outcome": report.outcome,
+            "message": message})
 
 
-def _write(record: dict) -> None:
-    with open(os.environ[OUTCOMES], "a", encoding="utf-8") as file:
+def _append(outcomes: Union[str, Path], record: dict) -> None:
+    with open(outcomes, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def _records(outcomes: Path) -> List[dict]:
+    return json_lines(outcomes.read_text(encoding="utf-8"))
 
 
 # As a script ----------------------------------------------------------------------------------------------------------
@@ -161,37 +167,30 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--spread", action="store_true", help="forty quick variants, each of a different kind")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="only these variants")
-    parser.add_argument("--skip", metavar="NAME", help="with --only: use this skip transform in the variants")
     parser.add_argument("--marked", action="store_true",
                         help="only the tests that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
-                        help="folder for timm's tests and the results of full runs (default: %(default)s)")
+                        help="folder for timm's tests and the outcomes of full runs (default: %(default)s)")
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
-                        help="in a full run, only architectures with more parameters")
-    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier full runs")
-    parser.add_argument("--timeout", type=float, default=3600, metavar="S",
-                        help="seconds after which a process is stopped (default: 3600)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N",
-                        help="number of parallel processes (default: 1); the largest architectures need 10 GB each")
+                        help="only architectures with more parameters")
     args = parser.parse_args(argv)
 
-    if args.skip and not args.only:
-        parser.error("--skip requires --only")
-    os.environ[SKIP] = args.skip or ""
     bases = variants_and_bases()
-    if args.only:
-        unknown = sorted(set(args.only) - bases.keys())
-        if unknown:
-            parser.error(f"not a variant of timm_ortho: {', '.join(unknown)}")
+    names = args.only or (SPREAD if args.spread else list(bases))
+    unknown = sorted(set(names) - bases.keys())
+    if args.only and unknown:
+        parser.error(f"not a variant of timm_ortho: {', '.join(unknown)}")
+    for name in unknown:
+        print(f"{name}: this timm has no such architecture")
+    group = {name: bases[name] for name in names if name in bases
+             and (not args.above or parameters(name) > 1e6 * args.above)}
     tests = timm_test_file(args.cache)
-
-    if args.only or args.spread:
-        names = args.only or [name for name in SPREAD if name in bases]
-        for name in sorted(set(SPREAD) - bases.keys()) if args.spread else []:
-            print(f"{name}: this timm has no such architecture")
-        results = run(tests, {name: bases[name] for name in names}, args.timeout, args.marked, verbose=True)
-        return summarize(results)
-    return summarize(run_all(tests, bases, args))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if args.only or args.spread else args.cache
+        outcomes = folder / f"outcomes-{fingerprint()}{'-marked' * args.marked}.jsonl"
+        outcomes.touch()
+        print(f"the outcomes are in {outcomes}", flush=True)
+        return summarize(run(tests, group, outcomes, args.marked))
 
 
 def default_cache() -> Path:
@@ -200,17 +199,9 @@ def default_cache() -> Path:
 
 def variants_and_bases() -> Dict[str, Optional[str]]:
     """Return the timm architecture of every variant; None for the papers' own models."""
-    import timm
-
-    hosts = set(timm.list_models())
-    from timm_ortho.models.names import base_name
-
-    bases: Dict[str, Optional[str]] = {}
-    for name in timm.list_models():
-        if name not in hosts:
-            stem = base_name(name)
-            bases[name] = stem if stem in hosts else None
-    return bases
+    hosts = set(coverage.bases())
+    return {name: base if (base := base_name(name)) in hosts else None
+            for name in timm.list_models() if is_variant(name)}
 
 
 def timm_test_file(cache: Path) -> Path:
@@ -219,10 +210,6 @@ def timm_test_file(cache: Path) -> Path:
     Raises:
         SystemExit: pip could not download the source distribution.
     """
-    import tarfile
-
-    import timm
-
     folder = cache / f"timm-{timm.__version__}"
     if not (folder / "pytest.ini").exists():  # this file is written last, so without it the folder is incomplete
         with tempfile.TemporaryDirectory() as download:
@@ -243,83 +230,27 @@ def timm_test_file(cache: Path) -> Path:
     return folder / "tests" / "test_models.py"
 
 
-def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
-    """Test all architectures, a few per process. Architectures that the state file lists as finished are skipped."""
-    state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
-    state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
-    from timm_ortho.models.names import base_name
-
-    groups: Dict[str, Dict[str, Optional[str]]] = {}
-    for name, base in bases.items():
-        groups.setdefault(base_name(name), {})[name] = base
-    print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    sizes = {stem: parameters(next(iter(group))) for stem, group in groups.items() if stem not in state}
-    sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
-    with ThreadPoolExecutor(args.workers) as pool:
-        running = {}
-        for stems in batches(sizes):
-            wanted = {name: base for stem in stems for name, base in groups[stem].items()}
-            running[pool.submit(run, tests, wanted, args.timeout, args.marked)] = stems
-        for finished in as_completed(running):
-            results = finished.result()
-            for stem in running[finished]:
-                state[stem] = [result for result in results if result["model"] in groups[stem]]
-                print(f"[{len(state)}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
-            scratch = state_file.with_suffix(".tmp")
-            scratch.write_text(json.dumps(state, indent=1))
-            scratch.replace(state_file)
-    return [result for stem in groups for result in state.get(stem, ())]
-
-
-def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
-    """Group the architectures by process: at most `most` architectures with at most `room` parameters in total.
-
-    An architecture with more parameters has its own group. Small architectures share a process, because starting a
-    process takes as long as the tests of a small architecture. The smallest architectures come first, so that an
-    interrupted run has finished many of them.
-    """
-    groups: List[List[str]] = []
-    left = 0.0
-    for stem in sorted(sizes, key=sizes.__getitem__):
-        if not groups or len(groups[-1]) == most or sizes[stem] > left:
-            groups.append([])
-            left = room
-        groups[-1].append(stem)
-        left -= sizes[stem]
-    return groups
-
-
 def parameters(name: str) -> int:
     """Return the number of parameters of a model."""
-    import timm
-
-    from timm_ortho.models.meta import on_meta
-
     with on_meta():
         return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
 
 
 def fingerprint() -> str:
-    """Return a hash of timm's and torch's versions and this package's code, for the name of the state file."""
-    import timm
-    import torch
-
-    import timm_ortho
-
+    """Return a hash of timm's and torch's versions and this package's code, for the names of files with outcomes."""
     digest = hashlib.sha256(f"{timm.__version__} {torch.__version__}".encode())
     for file in sorted(Path(timm_ortho.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
-        verbose: bool = False) -> List[dict]:
+def run(tests: Path, group: Dict[str, Optional[str]], outcomes: Path, marked: bool) -> List[dict]:
     """Run timm's tests on some variants, and repeat each failed test with timm's own architecture.
 
     Returns:
         One dict per test and variant: model, test, outcome (passed, skipped, failed or excused) and message.
     """
-    results = call_pytest(tests, {name: [] for name in group}, timeout, marked, verbose)
+    results = call_pytest(tests, {name: [] for name in group}, outcomes, marked)
     untested = group.keys() - {result["model"] for result in results}
     results += [dict(model=name, test=ANY, outcome="failed", message="no test was run") for name in sorted(untested)]
 
@@ -328,57 +259,55 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
     for result in failed:
         tests_of_base = wanted.setdefault(group[result["model"]], [])
         tests_of_base += [result["test"]] if result["test"] != ANY else []
-    of_bases = call_pytest(tests, wanted, timeout, marked, verbose=False) if failed else []
+    of_bases = call_pytest(tests, wanted, outcomes, marked) if failed else []
     for result in failed:
         base = group[result["model"]]
-        outcomes = [each["outcome"] for each in of_bases
-                    if each["model"] == base and result["test"] in (each["test"], ANY)]
-        if "passed" not in outcomes:
-            reason = f"{base} fails this test too" if "failed" in outcomes else (
+        of_base = [each["outcome"] for each in of_bases
+                   if each["model"] == base and result["test"] in (each["test"], ANY)]
+        if "passed" not in of_base:
+            reason = f"{base} fails this test too" if "failed" in of_base else (
                 f"timm excludes {base} from {'these tests' if result['test'] == ANY else 'this test'}")
             result.update(outcome="excused", message=f"{reason}; {result['message']}")
     return results
 
 
-def call_pytest(
-        tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
-    """Run pytest until every test has an outcome. `wanted` maps a model to names of tests; an empty list means all."""
-    ended: Dict[str, dict] = {}  # outcomes by pytest's test id
+def call_pytest(tests: Path, wanted: Dict[str, List[str]], outcomes: Path, marked: bool) -> List[dict]:
+    """Run pytest until every test has an outcome, and return the outcomes of these models.
+
+    Args:
+        tests: timm's file of tests.
+        wanted: Names of tests by model; an empty list means all tests.
+        outcomes: File of outcomes. Tests with an outcome are not run again.
+        marked: Whether to run only the tests of timm's CI.
+    """
     while True:
-        records, how, log = _one_process(tests, wanted, list(ended), timeout, marked, verbose)
-        collected = {one: dict(model=model, test=test) for r in records for one, model, test in r.get("collected", ())}
-        ended.update((r["ended"], {key: r[key] for key in ("model", "test", "outcome", "message")})
-                     for r in records if "ended" in r)
-        started = [record["started"] for record in records if "started" in record]
-        if started and started[0] not in ended:  # the process died in the first test that it ran
-            message = f"the process died in this test ({how})"
-            ended[started[0]] = dict(collected[started[0]], outcome="failed", message=message)
-        if not started or collected.keys() <= ended.keys():
-            break
-    if not ended and not verbose:
-        print(log[-3000:])
-    return list(ended.values())
+        before = len(_records(outcomes))
+        how = _one_process(tests, wanted, outcomes, marked)
+        new = _records(outcomes)[before:]
+        started = [record for record in new if "started" in record]
+        if how in ("exit status 0", "exit status 1") or not started:  # all tests have an outcome, or none was run
+            ended = {record["ended"]: record for record in _records(outcomes) if "ended" in record}
+            return [record for record in ended.values() if record["model"] in wanted]
+        first = started[0]
+        if first["started"] not in [record.get("ended") for record in new]:  # the process died in its first test
+            _append(outcomes, {
+                "ended": first["started"], "model": first["model"], "test": first["test"], "outcome": "failed",
+                "message": f"the process died in this test ({how})"})
 
 
-def _one_process(tests: Path, wanted: Dict[str, List[str]], ended: List[str], timeout: float, marked: bool,
-                 verbose: bool) -> Tuple[List[dict], str, str]:
-    """Return the plugin's records, how the process ended, and its output."""
+def _one_process(tests: Path, wanted: Dict[str, List[str]], outcomes: Path, marked: bool) -> str:
+    """Run pytest once, and return how the process ended."""
     with tempfile.TemporaryDirectory() as scratch:
-        outcomes = Path(scratch) / "outcomes.jsonl"
-        outcomes.touch()
-        env = dict(
-            os.environ, **{WANTED: json.dumps(wanted), ENDED: json.dumps(ended), OUTCOMES: str(outcomes)})
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), env.get("PYTHONPATH")]))
+        (Path(scratch) / "wanted.json").write_text(json.dumps(wanted))
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, WANTED: f"{scratch}/wanted.json", OUTCOMES: str(outcomes.resolve()), "PYTHONPATH": path}
         command = [sys.executable, "-m", "pytest", str(tests), "-c", str(tests.parents[1] / "pytest.ini")]
         command += ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-W", "ignore", "-q", "--tb=short"]
         command += ["-m", MARKED] if marked else []
         try:
-            process = subprocess.run(command, cwd=scratch, env=env, timeout=timeout, text=True,
-                                     stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT)
-            how, log = f"exit status {process.returncode}", process.stdout or ""
-        except subprocess.TimeoutExpired as late:
-            how, log = f"stopped after {timeout:.0f} s", str(late.stdout or "")
-        return [json.loads(line) for line in outcomes.read_text().splitlines()], how, log
+            return f"exit status {subprocess.run(command, cwd=scratch, env=env, timeout=SECONDS).returncode}"
+        except subprocess.TimeoutExpired:
+            return f"stopped after {SECONDS} s"
 
 
 def counted(results: Iterable[dict]) -> str:

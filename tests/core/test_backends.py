@@ -112,6 +112,8 @@ def test_auto_uses_no_kernels_for_tensors_without_data():
         x = torch.empty(2, 3, device="cuda")
         assert choose_backend(x, x) == "torch"
     assert choose_backend(x, x) == "torch"
+    x, norm = torch.empty(2, 3, device="meta"), torch.nn.LayerNorm(3, device="meta")
+    assert FeatureConnection().with_norm(x, x, norm)[1].device == x.device
 
 
 @pytest.mark.parametrize("call", [

@@ -1,8 +1,7 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
 The arguments of each check are the name of a model in `small_models.py` and a connection (None for timm's plain x + f).
-A failed check raises an AssertionError. `tests/blocks/test_modules.py` checks a sample of the modules, and
-`scripts/checks/modules.py` checks all of them.
+A failed check raises an AssertionError.
 """
 from functools import cache
 
@@ -64,14 +63,14 @@ def exports(name, connection):
     same(model, size, lambda x: torch.export.export(model, (x,)).module())
 
 
-def compiles(name, connection, backend="aot_eager"):
+def compiles(name, connection):
     """Check that torch.compile compiles the forward pass without graph breaks and does not change the outputs.
 
     Gradients are enabled, so that the backward pass is traced too, but it does not run.
     """
     model, size = model_of(name, connection)
     torch._dynamo.reset()
-    same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)
+    same(model, size, lambda x: torch.compile(model, fullgraph=True, backend="aot_eager"), grad=True)
     torch._dynamo.reset()
 
 

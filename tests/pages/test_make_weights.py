@@ -14,7 +14,7 @@ from scripts import make_weights
 from scripts.pages import cards
 from timm_ortho.lab.reporting import published
 from timm_ortho.models.names import SUFFIXES
-from timm_ortho.weights.pretrained import ENTRIES, weights_file
+from timm_ortho.weights.pretrained import weights_file
 
 
 @pytest.fixture
@@ -92,20 +92,6 @@ def test_an_entry_with_too_few_names_of_classes(comparison, monkeypatch):
 def test_the_folder_of_a_run(comparison):
     with pytest.raises(SystemExit, match=r"linear-seed0 has no results.json: pass the output folder of timm-ortho"):
         make_weights.main("digits", comparison / "linear-seed0")
-
-
-def test_an_entry_without_a_model(comparison, monkeypatch):
-    """timm's architectures have no variant `_linear`. Nothing is written, although the tag's first entry is correct."""
-    results = json.loads((comparison / "results.json").read_text())
-    results["study"]["model"] = "test_vit"
-    (comparison / "results.json").write_text(json.dumps(results))
-    for suffix in SUFFIXES:
-        monkeypatch.setitem(ENTRIES, f"test_vit{suffix}.digits", dict(num_classes=10))
-    monkeypatch.setattr(make_weights, "check_entry", lambda *_: None)
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: torch.nn.Linear(1, 1))
-    with pytest.raises(SystemExit, match=r"ENTRIES has test_vit_linear\.digits, but there is no such model; did"):
-        make_weights.main("digits", comparison)
-    assert not list(comparison.glob("*.safetensors"))
 
 
 def test_an_unknown_tag(comparison):

@@ -397,15 +397,6 @@ def test_list_of_weights(offline, small):
         f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "yes"]
 
 
-def test_list_of_weights_whose_file_is_missing(monkeypatch, tmp_path, capsys):
-    """An entry may exist before `scripts/make_weights.py` writes its file."""
-    file = tmp_path / "not_written.safetensors"
-    monkeypatch.setattr(pretrained, "weights", lambda name: pretrained.Weights(name, "this package", file))
-    assert cli.main(["list", "--weights", "vit_test_ortho"]) == 0
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.split() == ["vit_test_ortho.digits", "207", "kB", "this", "package", "missing"]
-
-
 def test_list_of_weights_without_a_match(capsys):
     assert cli.main(["list", "--weights", "no_such_model*"]) == 2
     error = capsys.readouterr().err

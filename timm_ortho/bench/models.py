@@ -28,7 +28,7 @@ def model_groups(options: Namespace) -> list[Group]:
         options: Options from :func:`timm_ortho.bench.resolve`.
 
     >>> from timm_ortho.bench import resolve
-    >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], compile=False)))
+    >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], modes=["eager"])))
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """
@@ -58,25 +58,18 @@ def _model_candidates(
 
 def _models(architecture: Architecture) -> dict[str, nn.Module]:
     """Return the models of a group by name. `linear` is the first. All models have the same weights."""
-    first = architecture.suffixes[0]
-    models = {"linear": connect(_seeded(architecture, first), "linear")}
+    def seeded(variant: str, **arguments: Any) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return timm.create_model(variant, **{**architecture.arguments, **arguments})
+
+    ortho = f"{architecture.base}_ortho"
+    models = {"linear": connect(seeded(ortho), "linear")}
     for name, formula in PASTED.items() if architecture.pasted else ():
-        models[name] = connect(_seeded(architecture, first), "linear")
+        models[name] = connect(seeded(ortho), "linear")
         for site in sites(models[name]):
             site.connection.forward = lambda x, f, attn_mask=None, formula=formula: formula(x, f, -1)
-    for name in architecture.skips:
-        models[name] = _seeded(architecture, first, connection="linear", skip=name)
-    suffixes = () if architecture.skips else architecture.suffixes
-    variants = {suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}
-    grouped = {f"ortho_groups_{groups}": _seeded(architecture, "_ortho", connection_groups=groups)
-               for groups in architecture.groups}
-    return {**models, **variants, **grouped}
-
-
-def _seeded(architecture: Architecture, suffix: str, **arguments: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return timm.create_model(architecture.base + suffix, **{**architecture.arguments, **arguments})
+    return {**models, **{name: seeded(variant, **own) for name, (variant, own) in architecture.variants.items()}}
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:

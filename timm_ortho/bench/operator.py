@@ -15,7 +15,6 @@ from .options import PAIRS, STEPS, shape_label
 EPS = 1e-6
 
 
-
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
     """Compute the update as Appendix F of the paper does: sums in the dtype of x, division in float32.
 
@@ -84,11 +83,12 @@ def _operator_candidates(
 
     candidates = [candidate("linear", torch.add), candidate("plain", plain),
                   candidate("appendix", partial(appendix_update, dim=dim))]
-    candidates += [candidate("compiled", compiled(plain))] if options.compile else []
+    compiles = "compiled" in options.modes
+    candidates += [candidate("compiled", compiled(plain))] if compiles else []
     for backend in ("torch", "triton"):
         update = partial(residual_update, dim=dim, eps=EPS, backend=backend)
         candidates.append(candidate(backend, update, **_can_run(x, f, backend)))
-        if options.compile and backend == "torch":
+        if compiles and backend == "torch":
             candidates.append(candidate("torch-compiled", compiled(update), **_can_run(x, f, backend)))
     return [*candidates, _copy(options)]
 

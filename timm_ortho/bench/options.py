@@ -24,10 +24,10 @@ MODES, MODEL_STEPS = ("eager", "compiled"), ("training", "inference")
 # size after a colon. On a GPU, torch.compile would take most of the time, and is measured only on request.
 DEFAULTS = {
     "cpu": dict(
-        what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
+        what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), modes=MODES,
         models=("vit_small_ortho:16", "resnetv2_50_ortho:8"), batch_size=8, repeats=11, copy_bytes=256 << 20),
     "cuda": dict(
-        what=PARTS, shapes=("256x197x768", "128x256x56x56"), scopes=SCOPES, dtypes=("bfloat16",), compile=False,
+        what=PARTS, shapes=("256x197x768", "128x256x56x56"), scopes=SCOPES, dtypes=("bfloat16",), modes=MODES[:1],
         models=("vit_small_patch16_224_ortho:128", "vit_small_patch16_224_ortho:256",
                 "vit_base_patch16_224_ortho:128", "resnetv2_50_ortho:128"),
         batch_size=128, repeats=20, copy_bytes=512 << 20),
@@ -37,8 +37,6 @@ QUICK = dict(
     shapes=("4x197x384",), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models=("vit_small_ortho", "resnetv2_18_cifar_ortho"))
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
-# Options that DEFAULTS does not contain.
-OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups", "modes")
 
 
 class BenchError(ValueError):
@@ -50,22 +48,18 @@ class Architecture(NamedTuple):
 
     Attributes:
         base: Name of the variants without their suffix.
-        suffixes: Suffixes of the variants to measure.
+        variants: Models to measure by the name of their candidate: the name of a model, and arguments of its own.
         arguments: Arguments of `timm.create_model`.
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
-        skips: Skip transforms to measure instead of variants, with linear connections.
-        groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
         pasted: Whether to also measure the model with the formulas of `operator.PASTED` as its connections.
     """
 
     base: str
-    suffixes: Sequence[str]
+    variants: Mapping[str, tuple[str, Mapping[str, Any]]]
     arguments: Mapping[str, Any]
     batch: tuple[int, ...]
     layouts: Sequence[str]
-    skips: Sequence[str] = ()
-    groups: Sequence[Union[int, str]] = ()
     pasted: bool = False
 
     @property
@@ -78,33 +72,32 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     """Complete the requested options with the defaults of the device, and check them.
 
     Args:
-        requested: Options by name; None selects the default.
+        requested: Options by name; None selects the default. `DEFAULTS[device]` lists the options with a default.
+            Further options are `device`, `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
 
     Returns:
-        The options as attributes: `device`, `modes`, the names in `DEFAULTS[device]`, and the requested options.
+        The options as attributes: `device`, the names in `DEFAULTS[device]`, and the requested options.
         `shapes` contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
-        BenchError: An option or name is unknown, a shape or number is invalid, or the device is not available.
+        BenchError: A name is unknown, a shape or number is invalid, or the device is not available.
 
     >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"]))
     >>> options.shapes, options.repeats
     ([(2, 5, 16)], 11)
     """
-    _check_known("option", requested, (*DEFAULTS["cpu"], *OPTIONAL))
     requested = {key: value for key, value in requested.items() if value is not None}
     quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
     skips = requested.get("skips", ())
     groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
-    _check_known("scope", options.scopes, SCOPES)
     _check_known("dtype", options.dtypes, DTYPES if "models" in options.what else PAIRS)
     _check_known("skip", skips, SKIPS)
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    options.modes = _modes(requested.get("modes") or (MODES if options.compile else MODES[:1]))
+    _check_known("mode", options.modes, MODES)
     options.shapes = [_shape(text) for text in options.shapes]
     short = SHORT if quick and "models" not in requested else {}
     options.models = [
@@ -114,14 +107,6 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
                                     overrides="batch_size" in requested)]
     return options
-
-
-def _modes(names: Sequence[str]) -> Sequence[str]:
-    if "inductor" in names:
-        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
-                         "compiled), or choose 'torch' or 'auto'")
-    _check_known("mode", names, MODES)
-    return names
 
 
 def _batches(models: Iterable[str], default: int, overrides: bool) -> list[tuple[str, int]]:
@@ -178,8 +163,8 @@ def architecture(
         batch: Batch size.
         img_size: Image size, None for the model's default.
         arguments: Arguments of `timm.create_model`.
-        skips: Skip transforms to measure instead of variants.
-        groups: Values of `groups` for additional candidates.
+        skips: Skip transforms to measure instead of variants, with linear connections.
+        groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
 
     Raises:
         BenchError: The variant does not exist, or it cannot be built with these arguments.
@@ -195,16 +180,18 @@ def architecture(
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
     if img_size and cfg.fixed_input_size:  # models without a fixed size have no img_size argument
         arguments = {"img_size": img_size, **arguments}
+    if skips:
+        variants = {skip: (f"{base}_ortho", dict(connection="linear", skip=skip)) for skip in skips}
+    else:
+        variants = {each[1:]: (base + each, {}) for each in ([suffix] if suffix else ["_ortho", "_orthog"])}
+    variants |= {f"ortho_groups_{each}": (f"{base}_ortho", dict(connection_groups=each)) for each in groups}
     try:
         with on_meta():
-            model = timm.create_model(f"{base}_ortho", **arguments)
-            for argument, values in (("skip", skips), ("connection_groups", groups)):
-                for value in values:
-                    timm.create_model(f"{base}_ortho", **{**arguments, argument: value})
+            models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
-    layouts = ("nchw", "channels_last") if sites(model)[0].connection.dim == 1 else ("tokens",)
-    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts, skips, groups)
+    layouts = ("nchw", "channels_last") if sites(models[0])[0].connection.dim == 1 else ("tokens",)
+    return Architecture(base, variants, arguments, batch, layouts)

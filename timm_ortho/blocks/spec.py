@@ -28,42 +28,33 @@ def last_width(block: nn.Module) -> int:
 
 
 class BlockSpec(NamedTuple):
-    """Description of one class of residual blocks. The stream is the tensor that a block receives and returns.
+    """Description of one class of residual blocks.
+
+    :func:`timm_ortho.register_block` describes ``stream``, ``mask`` and ``sides_differ``, and most of the remaining
+    fields.
 
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
-        stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            If the two sides of an ``if`` write the stream of an addition differently, this addition has a tuple with
-            the expression of each side.
         kinds: Kind of each addition to the stream, in the order of the source. The kinds are ``attention``,
             ``cross_attention``, ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel``
-            (attention and MLP in one sum) and ``branch`` (a wrapper around any module). A block has each kind at most
-            once. Further additions of a kind have names such as ``mlp_2`` or ``mlp_pixel``. None instead of a kind
-            leaves an addition unchanged, for example the addition of a position encoding.
+            (attention and MLP in one sum) and ``branch`` (a wrapper around any module). Further additions of a kind
+            have names such as ``mlp_2`` or ``mlp_pixel``. None leaves an addition unchanged.
         dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
-        keep: ``"branch"`` if this block or the next one changes the sum in place, so that autograd cannot keep it (see
-            :func:`timm_ortho.functional.residual_update`).
+        keep: ``"branch"`` if this block or the next one changes the sum in place.
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
-        mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
-            With ``""`` connections get no mask. Use ``""`` if True in the mask forbids attention, as in
-            ``nn.MultiheadAttention``.
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.masks.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
             block separately.
         width: Number of channels of the stream, or a function of the block. The function returns one number for all
-            additions, or one for each. The default is the output width of the last linear layer or convolution.
-        causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
-            names an attribute with this value. The attribute is read from the block, or from the nearest module around
-            the block that has the attribute. If no module has it, the block counts as causal. None means that one
-            projection per sample is allowed even with a causal mask, for example in a text encoder.
+            additions, or one for each.
+        causal: Whether a token must not depend on later tokens, or the name of an attribute with this value. If no
+            module has the attribute, the block counts as causal. None means that one projection per sample is allowed
+            even with a causal mask, for example in a text encoder.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index, and ``groups="heads"`` searches the whole layer for
             the number of heads. Blocks inside another block share its index without a depth. A depth is needed if the
             layer is not a block itself and contains several blocks, or if its attention is outside this block.
-        sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
-            additions, for a block whose two sides have different kinds. A kind on both sides needs two names, such as
-            ``mlp`` and ``mlp_2``.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))

@@ -97,12 +97,12 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None, norm: Op
             _known("backend", backend)
         return "torch"
     name = _default.get() if backend is None else backend
-    if name == "torch" or (name == "auto" and x.is_cpu):
+    if name == "torch" or (name == "auto" and not x.is_cuda):
         return "torch"
     if name == "auto":
         # Triton is preferred because of its memory traffic. Its kernels read or write 3 tensors of the stream's size in
         # the forward pass and 5 in the backward pass. PyTorch's operations read or write 9 and 15.
-        if not (x.is_cuda and is_plain(x) and is_plain(f)) or functorch_is_active() or (
+        if not (is_plain(x) and is_plain(f)) or functorch_is_active() or (
                 _unsupported("cuda", x.dtype, f.dtype) is not None):
             return "torch"
     else:
@@ -177,7 +177,7 @@ def kernels_for(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return None
     name = _default.get() if backend is None else backend
-    return None if name == "torch" or (name == "auto" and x.is_cpu) else name
+    return None if name == "torch" or (name == "auto" and not x.is_cuda) else name
 
 
 # Norms that the kernels can compute together with the update, and whether they subtract the mean.

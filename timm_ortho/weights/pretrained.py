@@ -43,13 +43,12 @@ ENTRIES: Dict[str, Dict[str, Any]] = {
 
 def pretrained_cfgs(model: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
     """Return the configurations of a model by MODEL.TAG; ``{model: cfg}`` if it has no weights."""
-    entries = {name: fields for name, fields in ENTRIES.items() if name.partition(".")[0] == model}
-    cfgs = {name: replace(cfg, **_source(name, fields), **fields) for name, fields in entries.items()}
+    cfgs = {}
+    for name, fields in ENTRIES.items():
+        if name.partition(".")[0] == model:
+            source = dict(hf_hub_filename=SAFE) if "hf_hub_id" in fields else dict(file=str(weights_file(name)))
+            cfgs[name] = replace(cfg, **source, **fields)
     return cfgs or {model: cfg}
-
-
-def _source(name: str, fields: Dict[str, Any]) -> Dict[str, str]:
-    return dict(hf_hub_filename=SAFE) if "hf_hub_id" in fields else dict(file=str(weights_file(name)))
 
 
 # ---------------------------------------------------------------------------------- transformers' layout
