@@ -333,9 +333,9 @@ def _add_bench(commands: Any) -> None:
         help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
              "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    add("--modes", nargs="+", metavar="MODE",
-        help="eager, compiled: models without and with torch.compile; the operator is measured with torch.compile only "
-             "with compiled (default: both on a CPU; eager on a GPU, because compiling takes several minutes)")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
+    add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
     add("--quick", action="store_true", help="small shapes, short models, few repetitions: two to three minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
@@ -343,8 +343,8 @@ def _add_bench(commands: Any) -> None:
 
 
 _MEASURED = (
-    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "modes", "repeats",
-    "quick")
+    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "modes",
+    "repeats", "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:

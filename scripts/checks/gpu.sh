@@ -140,7 +140,7 @@ for part in "${parts[@]}"; do
         eager) bench eager models_eager "$seconds" --what models launch --models "${models[@]}" --dtypes bfloat16 \
             --modes eager --repeats 10 ;;
         operator) bench operator operator "$seconds" --what operator --shapes "${shapes[@]}" --dtypes bfloat16 mixed \
-            --modes eager --repeats "$repeats" ;;
+            --no-compile --repeats "$repeats" ;;
         compiled) bench compiled models_compiled "$seconds" --what models --models "${compiled[@]}" --dtypes bfloat16 \
             --modes compiled --repeats 10 ;;
         float32) bench float32 models_float32 "$seconds" --what models --models "${models[@]}" --dtypes float32 \

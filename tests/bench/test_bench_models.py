@@ -12,7 +12,7 @@ from timm_ortho.bench.options import architecture
 @pytest.fixture(scope="module")
 def model_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return folder, run(folder, "--what", "models", *TINY_VIT, "--modes", "eager", "--dtypes", "float32", "bfloat16",
+    return folder, run(folder, "--what", "models", *TINY_VIT, "--no-compile", "--dtypes", "float32", "bfloat16",
                        "--batch-size", "3", "--repeats", "3")
 
 
@@ -46,7 +46,7 @@ def built(step, one=None, layout="tokens", dtype=torch.float32, mode="eager"):
 @pytest.mark.usefixtures("undrawn")
 def test_skips_are_measured_against_the_identity(tmp_path):
     rows = run(tmp_path, "--what", "models", "--models", "skipnet_20_branch4_ortho", "--model-kwargs", "layers=[1,1,1]",
-               "--skips", "orthogonal_tp", "scaled", "--modes", "eager", "--repeats", "1", "-b", "2")
+               "--skips", "orthogonal_tp", "scaled", "--no-compile", "--repeats", "1", "-b", "2")
     assert {row["candidate"] for row in rows} == {"linear", "orthogonal_tp", "scaled"}
     assert all(float(row["ratio_p50"]) > 0 for row in rows)
     by_name = models._models(architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
@@ -160,7 +160,7 @@ def test_compiled_models(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     assert cli.main(["bench", "--device", "cuda", "--shapes", "8x50x96", "2x16x9x9", *TINY_VIT, "-b", "2", "--repeats",
-                     "2", "--modes", "eager", "--output", str(tmp_path)]) == 0
+                     "2", "--no-compile", "--output", str(tmp_path)]) == 0
     rows = read(tmp_path)
     assert all(row["note"] == "" for row in rows)
     assert {row["backend"] for row in rows if row["candidate"] == "triton"} == {"triton"}

@@ -150,7 +150,7 @@ def test_convolutional_shapes_have_two_layouts_and_both_scopes():
 def test_layout_and_dtype_of_the_tensors(layout, monkeypatch):
     seen = []
     monkeypatch.setattr(operator, "plain_update", lambda x, f, dims, **_: seen.append((x, f, dims)) or x + f)
-    options = bench.resolve(dict(what=["operator"], device="cpu", modes=["eager"]))
+    options = bench.resolve(dict(what=["operator"], device="cpu", compile=False))
     built = operator._operator_candidates(options, (2, 3, 4, 5), layout, "feature", "bfloat16", "both")
     plain = next(one for one in built if one.name == "plain")
     plain.run(plain.prepare())
@@ -166,7 +166,7 @@ def test_mixed_tensors_and_the_bytes_that_they_move():
     """Under autocast, a ViT's stream and its gradient are float32, and the branch output and its gradient bfloat16."""
     x, f, g = operator.tensors(torch.device("cpu"), (2, 3, 4), "tokens", "mixed", "both")
     assert (x.dtype, f.dtype, g.dtype) == (torch.float32, torch.bfloat16, torch.float32)
-    options = bench.resolve(dict(what=["operator"], device="cpu", modes=["eager"], dtypes=["mixed"]))
+    options = bench.resolve(dict(what=["operator"], device="cpu", compile=False, dtypes=["mixed"]))
     for step, numbers in (("forward", (2, 1)), ("backward", (4, 1)), ("both", (6, 2))):  # float32, bfloat16
         built = operator._operator_candidates(options, (2, 3, 4), "tokens", "feature", "mixed", step)
         moved = {one.name: one.moved for one in built}

@@ -70,11 +70,11 @@ def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
 def test_options_are_passed_on(monkeypatch, tmp_path):
     passed = []
     monkeypatch.setattr("timm_ortho.bench.bench", lambda *arguments: passed.extend(arguments) or 0)
-    assert cli.main(["bench", "--what", "models", "--dtypes", "bfloat16", "-b", "4", "--quick", "--modes", "eager",
+    assert cli.main(["bench", "--what", "models", "--dtypes", "bfloat16", "-b", "4", "--quick", "--no-compile",
                      "--model-kwargs", "depth=2", "--output", str(tmp_path)]) == 0
     options, environment, output, command = passed
     assert {key: value for key, value in options.items() if value is not None} == {
-        "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "modes": ["eager"],
+        "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "compile": False,
         "model_kwargs": {"depth": 2}}
     assert environment["torch"] == provenance.environment()["torch"]
     assert output == tmp_path
@@ -89,7 +89,7 @@ def test_batch_sizes_and_modes():
     assert resolved() == ([("vit_small", 16), ("resnetv2_50", 8)], ("eager", "compiled"))
     assert resolved(batch_size=2)[0] == [("vit_small", 2), ("resnetv2_50", 2)]
     twice = ["vit_small_ortho:3", "vit_small_ortho:4", "vit_small_ortho"]
-    assert resolved(models=twice)[0] == [("vit_small", 3), ("vit_small", 4), ("vit_small", 8)]
+    assert resolved(models=twice, compile=False) == ([("vit_small", 3), ("vit_small", 4), ("vit_small", 8)], ("eager",))
     assert resolved(models=twice, batch_size=2, modes=["compiled"]) == ([("vit_small", 2)], ("compiled",))
 
 
@@ -100,7 +100,7 @@ def test_defaults_of_a_gpu(monkeypatch):
     assert [(model.base, model.batch[0], [*model.variants]) for model in resolved.models] == [
         ("vit_small_patch16_224", 128, ["ortho"]), ("vit_small_patch16_224", 256, ["ortho"]),
         ("vit_base_patch16_224", 128, ["ortho"]), ("resnetv2_50", 128, ["ortho"])]
-    assert (tuple(resolved.modes), tuple(resolved.dtypes)) == (("eager",), ("bfloat16",))
+    assert (tuple(resolved.modes), tuple(resolved.dtypes), resolved.compile) == (("eager",), ("bfloat16",), False)
 
 
 def test_quick_shortens_its_own_models_only():

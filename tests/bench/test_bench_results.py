@@ -77,7 +77,7 @@ def test_an_interrupted_run_writes_the_finished_groups(tmp_path, monkeypatch, ca
         return [Result(one.name, ms=[1.0]) for one in candidates]
 
     monkeypatch.setattr(bench, "measure", interrupted)
-    arguments = ["bench", "--device", "cpu", "--what", "operator", "--modes", "eager", "--shapes", "1x2x3", "--output",
+    arguments = ["bench", "--device", "cpu", "--what", "operator", "--no-compile", "--shapes", "1x2x3", "--output",
                  str(tmp_path / "out")]
     with nullcontext() if error is KeyboardInterrupt else pytest.raises(RuntimeError, match="a bug"):
         assert cli.main(arguments) == 130
@@ -115,8 +115,8 @@ def test_rows_are_written_after_each_group(tmp_path, monkeypatch):
         return [Result(one.name, ms=[1.0]) for one in candidates[:2]]
 
     monkeypatch.setattr(bench, "measure", measured)
-    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--modes", "eager", "--shapes", "1x2x3",
-                     "--output", str(tmp_path)]) == 0
+    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--no-compile", "--shapes", "1x2x3", "--output",
+                     str(tmp_path)]) == 0
     assert written == [0, 2, 4, 6, 8, 10]
 
 
@@ -125,8 +125,8 @@ def test_without_matplotlib_there_is_no_plot(tmp_path, monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [NoMatplotlib(), *sys.meta_path])
     monkeypatch.setattr(bench, "measure", lambda candidates, *_, **__: [Result(candidates[0].name, ms=[1.0])])
-    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--modes", "eager", "--shapes", "1x2x3",
-                     "--output", str(tmp_path)]) == 0
+    assert cli.main(["bench", "--device", "cpu", "--what", "operator", "--no-compile", "--shapes", "1x2x3", "--output",
+                     str(tmp_path)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["bench.csv"]
     assert capsys.readouterr().out.endswith("bench.csv, no plot, because matplotlib is not installed\n")
 

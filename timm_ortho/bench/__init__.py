@@ -53,8 +53,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
 
     >>> import tempfile
     >>> from timm_ortho.runs.provenance import environment
-    >>> options = dict(device="cpu", what=["operator"], shapes=["1x2x4"], scopes=["feature"], repeats=1,
-    ...                modes=["eager"], copy_bytes=1024)
+    >>> options = dict(device="cpu", what=["operator"], shapes=["1x2x4"], scopes=["feature"], repeats=1, compile=False,
+    ...                copy_bytes=1024)
     >>> bench(options, environment(), Path(tempfile.mkdtemp()), "example")  # doctest: +ELLIPSIS
     shape...
     0

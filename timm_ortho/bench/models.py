@@ -28,7 +28,7 @@ def model_groups(options: Namespace) -> list[Group]:
         options: Options from :func:`timm_ortho.bench.resolve`.
 
     >>> from timm_ortho.bench import resolve
-    >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], modes=["eager"])))
+    >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], compile=False)))
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """

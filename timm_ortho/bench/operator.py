@@ -83,12 +83,11 @@ def _operator_candidates(
 
     candidates = [candidate("linear", torch.add), candidate("plain", plain),
                   candidate("appendix", partial(appendix_update, dim=dim))]
-    compiles = "compiled" in options.modes
-    candidates += [candidate("compiled", compiled(plain))] if compiles else []
+    candidates += [candidate("compiled", compiled(plain))] if options.compile else []
     for backend in ("torch", "triton"):
         update = partial(residual_update, dim=dim, eps=EPS, backend=backend)
         candidates.append(candidate(backend, update, **_can_run(x, f, backend)))
-        if compiles and backend == "torch":
+        if options.compile and backend == "torch":
             candidates.append(candidate("torch-compiled", compiled(update), **_can_run(x, f, backend)))
     return [*candidates, _copy(options)]
 

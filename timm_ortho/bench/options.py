@@ -24,10 +24,10 @@ MODES, MODEL_STEPS = ("eager", "compiled"), ("training", "inference")
 # size after a colon. On a GPU, torch.compile would take most of the time, and is measured only on request.
 DEFAULTS = {
     "cpu": dict(
-        what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), modes=MODES,
+        what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
         models=("vit_small_ortho:16", "resnetv2_50_ortho:8"), batch_size=8, repeats=11, copy_bytes=256 << 20),
     "cuda": dict(
-        what=PARTS, shapes=("256x197x768", "128x256x56x56"), scopes=SCOPES, dtypes=("bfloat16",), modes=MODES[:1],
+        what=PARTS, shapes=("256x197x768", "128x256x56x56"), scopes=SCOPES, dtypes=("bfloat16",), compile=False,
         models=("vit_small_patch16_224_ortho:128", "vit_small_patch16_224_ortho:256",
                 "vit_base_patch16_224_ortho:128", "resnetv2_50_ortho:128"),
         batch_size=128, repeats=20, copy_bytes=512 << 20),
@@ -73,10 +73,10 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
 
     Args:
         requested: Options by name; None selects the default. `DEFAULTS[device]` lists the options with a default.
-            Further options are `device`, `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
+            Further options are `device`, `quick`, `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
 
     Returns:
-        The options as attributes: `device`, the names in `DEFAULTS[device]`, and the requested options.
+        The options as attributes: `device`, `modes`, the names in `DEFAULTS[device]`, and the requested options.
         `shapes` contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
@@ -97,6 +97,7 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options.modes = requested.get("modes") or (MODES if options.compile else MODES[:1])
     _check_known("mode", options.modes, MODES)
     options.shapes = [_shape(text) for text in options.shapes]
     short = SHORT if quick and "models" not in requested else {}

@@ -275,7 +275,7 @@ def overhead(models: Sequence[str], **options: Any) -> list[Row]:
         ``overhead_p20`` and ``overhead_p80`` are quantiles over the repetitions. ``note`` has the reason if something
         could not be measured.
     """
-    requested = {"modes": ["eager"], **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
+    requested = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
     try:
         resolved = bench.resolve(requested)
     except bench.BenchError as error:
