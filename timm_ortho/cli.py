@@ -97,7 +97,7 @@ def _add_compare(commands: Any) -> None:
     add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
     add("--lr", type=float, metavar="LR", help="learning rate (default: the recipe's)")
     add("--workers", "-j", type=int, metavar="N", help="processes that load images (default: the recipe's)")
-    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
@@ -182,7 +182,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         help="any option of timm's train.py that the study does not vary")
     _add_modules(parser)
     add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
-    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
         help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
@@ -591,6 +591,7 @@ def _show(parsed: argparse.Namespace) -> int:
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
     print(show.as_text(measured))
+    print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 

@@ -10,9 +10,13 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
+from .._compat import named_children
 from .._images import data_config, opened
 from .._text import aligned
+from ..blocks import spec_of, with_norm as norms_after
+from ..connections import is_orthogonal
 from ..model_sites import Site, sites
+from ..update.backend import has_kernels
 from .dynamics import SiteDynamics, record_dynamics
 
 _BAR = 10  # length of the bar of a cosine of 1 or -1, in characters
@@ -60,6 +64,22 @@ def as_text(measured: MeasuredSites) -> str:
                   for _, means in measured]
         table = [(*line, text) for line, text in zip(table, ["cosines of groups", *ranges], strict=True)]
     return "\n".join(aligned(table, "><<>>>><<"[:len(table[0])]))
+
+
+def with_norm(model: nn.Module) -> str:
+    """Return how many sites a GPU computes together with the norm that follows, as a line of text.
+
+    >>> with_norm(timm.create_model("vit_test_ortho"))
+    'On a GPU, one kernel computes the update and the norm after it at 4 of 8 sites.'
+    """
+    fused = 0
+    for block in model.modules():
+        spec = spec_of(block)
+        if spec is not None:
+            for kind, norm in norms_after(block, spec).items():
+                connection = dict(named_children(block)).get(spec.sites[kind])
+                fused += connection is not None and is_orthogonal(connection) and has_kernels(block.get_submodule(norm))
+    return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 
 
 def _bar(cosine: float) -> str:
