@@ -169,7 +169,8 @@ def test_own_files_have_no_aliases(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n", mtime=0), "unpacks to more than 1,000 bytes, so it is not a table"),
+    (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n", mtime=0),
+     "unpacks to more than 1,000 bytes, so it is not a table"),
     (b"no gzip", "cannot be read (BadGzipFile: Not a gzipped file"),
     (gzip.compress(b"run,epoch\n0,0\n", mtime=0)[:-9], "cannot be read (EOFError: Compressed file ended before"),
 ])
