@@ -97,7 +97,7 @@ def _add_compare(commands: Any) -> None:
     add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
     add("--lr", type=float, metavar="LR", help="learning rate (default: the recipe's)")
     add("--workers", "-j", type=int, metavar="N", help="processes that load images (default: the recipe's)")
-    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")

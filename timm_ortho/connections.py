@@ -317,6 +317,7 @@ class HybridConnection(Connection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the initial values, also after `to_empty` moved the module from the meta device."""
         for parameter, value in zip((self.rho, self.theta), STARTS[self.start], strict=True):
             nn.init.constant_(parameter, value)
 

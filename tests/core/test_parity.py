@@ -237,20 +237,27 @@ def test_an_update_and_its_norm_in_one_step(backend, norm, shape, dtypes, of_nor
 
 
 # ------------------------------------------------------------------------------------------------- connections
-CONNECTED = {  # arguments of `create_connection`, a, b
+PARAMETERS = {"rho": 0.7, "theta": -0.4}  # values of learned parameters
+
+
+def of_hybrid(connection):
+    return tuple((connection.rho * function(connection.theta)).squeeze() for function in (torch.sin, torch.cos))
+
+
+CONNECTED = {  # arguments of `create_connection`; a, b or a function that computes both from the parameters
     "linear": (dict(connection="linear"), 1.0, 1.0),
     "feature": (dict(connection="feature"), 0.0, 1.0),
     "global": (dict(connection="global"), 0.0, 1.0),
     "half": (dict(connection=HalfConnection), 0.5, 1.0),
     "branch kept": (dict(connection="feature", keep="branch"), 0.0, 1.0),
     "probability": (dict(connection="global", prob=0.25), 0.75, 1.0),
-    "hybrid": (dict(connection="hybrid"), None, None),  # a and b follow from rho and theta
+    "hybrid": (dict(connection="hybrid"), of_hybrid),
     "one group": (dict(connection="feature", groups=1), 0.0, 1.0),
     "groups": (dict(connection="feature", groups=3), 0.0, 1.0),
     "a group per channel": (dict(connection="feature", groups=12), 0.0, 1.0),
     "groups, branch kept": (dict(connection="feature", groups=3, keep="branch"), 0.0, 1.0),
     "groups with a probability": (dict(connection="feature", groups=4, prob=0.25), 0.75, 1.0),
-    "groups of hybrid": (dict(connection="hybrid", groups=3), None, None),
+    "groups of hybrid": (dict(connection="hybrid", groups=3), of_hybrid),
     "groups with a skip": (dict(connection="feature", groups=3, skip="orthogonal_tp"), 0.0, 1.0),
 }
 PLACED = {  # shape, channel axis, how x and f are placed in memory
@@ -268,7 +275,7 @@ PLACED = {  # shape, channel axis, how x and f are placed in memory
     *((placed, SINGLE) for placed in PLACED), ("tokens", DOUBLE), ("channels-last", HALF), ("NCHW", BRAIN)], ids=str)
 @pytest.mark.parametrize("name", CONNECTED)
 def test_connections_are_their_formula(name, dtype, placed, backend):
-    arguments, a, b = CONNECTED[name]
+    arguments, *weights = CONNECTED[name]
     arguments, groups = dict(arguments), arguments.get("groups", 1)
     shape, dim, place = PLACED[placed]
     x, f, g = tensors(shape, (dtype, dtype))
@@ -276,19 +283,17 @@ def test_connections_are_their_formula(name, dtype, placed, backend):
     if "skip" in arguments:
         arguments["skip"] = create_skip(arguments["skip"], 12, dim=dim)
     connection = create_connection(dim=dim, eps=EPS, **arguments).eval().to(DEVICE, DOUBLE if dtype == DOUBLE else None)
-    if a is None:
-        with torch.no_grad():
-            connection.rho.fill_(0.7)
-            connection.theta.fill_(-0.4)
+    with torch.no_grad():
+        for parameter, tensor in connection.named_parameters():
+            tensor.fill_(PARAMETERS[parameter])
 
     def formula(update, connection, x, f):
-        weights = (a, b) if a is not None else tuple(
-            (connection.rho * function(connection.theta)).squeeze() for function in (torch.sin, torch.cos))
+        a, b = weights[0](connection) if callable(weights[0]) else weights
         if connection.skip is not None:
             x = connection.skip(x)
         dims = None if name in ("global", "probability") else [dim]
         parts = zip(x.tensor_split(groups, dim), f.tensor_split(groups, dim), strict=True)
-        return torch.cat([update(x, f, *weights, dims, EPS) for x, f in parts], dim)
+        return torch.cat([update(x, f, a, b, dims, EPS) for x, f in parts], dim)
 
     def computed(function, connection, x, f, g):
         inputs = {"x": x, "f": f, **dict(connection.named_parameters())}
@@ -300,6 +305,6 @@ def test_connections_are_their_formula(name, dtype, placed, backend):
         t.double() for t in (x, f, g)))
     reference = computed(functools.partial(formula, rounded), connection, x, f, g)
     of_weights = ((x.double().abs() + f.double().abs()) * g.double().abs()).sum().item()
-    found = problem(measured, reference, exact, {"rho": of_weights, "theta": of_weights})
+    found = problem(measured, reference, exact, dict.fromkeys(PARAMETERS, of_weights))
     assert not found, found
     assert measured["y"].stride() == (connection.carried(x) + f).stride()

@@ -173,6 +173,8 @@ def test_a_run_adds_data_labels_and_curve(grid, tmp_path):
     checkpoint = torch.load(grid / "feature-seed0" / "last.pth.tar", weights_only=False)
     assert all(torch.equal(tensor, checkpoint["state_dict"][name])
                for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items())
+    count = sum(tensor.numel() for tensor in checkpoint["state_dict"].values())
+    assert f"| parameters | {count:,} |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_run_of_timms_script(tmp_path):
