@@ -435,18 +435,21 @@ def text(history: Mapping[str, Any]) -> str:
 def recommendation() -> str:
     """Return the answer to "Should I use it?" in one paragraph, from decided hypotheses and the paper."""
     rows = of_vits()
-    differences = listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]}" for row in rows)
+    differences = listed(f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} "
+                         f"({row['hypothesis'].contrast.difference.pairs} seeds)" for row in rows)
     vit_b = section("accuracy")["vit_b"]["imagenet1k"]
     pooling = decisions()["H3"]["decision"]
     sizes = [run["parameters"] / 1e6 for row in rows for run in row["hypothesis"].contrast.runs]
     answer = " ".join([
         "For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs",
-        f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}), Orthogonal-F changes the top-1",
-        f"accuracy of plain addition by {differences} (points, 95 % confidence intervals). In the paper, ViT-B on",
-        f"ImageNet-1k reaches {vit_b['feature'][0]} instead of {vit_b['linear'][0]} %. For a ResNet, train with and",
-        f"without it: the difference is {RESNET} on Fashion-MNIST in one small network, and {OF_RESNETS} in the paper.",
+        f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}), the difference in top-1",
+        "accuracy from plain addition, in points with 95 % confidence intervals, is",
+        f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]}",
+        f"instead of {vit_b['linear'][0]} %. For a ResNet, train with and without it: the difference is {RESNET} on",
+        f"Fashion-MNIST in one small network at a learning rate that was not tuned, and {OF_RESNETS} over all ResNetV2s",
+        "and data sets of the paper.",
         *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
-        f"We did not test ViTs with {'; '.join(untested(rows))}; or fine-tuning",
+        f"Not tested: ViTs with {'; '.join(untested(rows))}; and fine-tuning",
         "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])
     return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)
 

@@ -30,7 +30,9 @@ SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ViT-B": ("vit_base_pa
          "ResNetV2-50": ("resnetv2_50",)}  # models of the opening paragraph and README's table
 COSTS = {  # columns of README's table
     "training, eager": ("training", "eager", "ratio"), "training, compiled": ("training", "compiled", "ratio"),
-    "inference, eager": ("inference", "eager", "ratio"), "kept for backward": ("training", "eager", "saved_ratio"),
+    "inference, eager": ("inference", "eager", "ratio"),
+    "kept for backward, eager": ("training", "eager", "saved_ratio"),
+    "kept, compiled": ("training", "compiled", "saved_ratio"),
     "peak memory": ("training", "eager", "peak_ratio"),
 }
 HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}
@@ -85,7 +87,7 @@ def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
              for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
     if on_gpus or len(steps) < 2:
         return measured
-    sentence = (f"On a GPU: not measured. With an earlier version of the kernels, a training step on one "
+    sentence = (f"On a GPU: not measured with the present kernels. With earlier kernels, a training step on one "
                 f"{old[0]['device']} took {steps['eager']} as long in eager mode, and {steps['compiled']} under "
                 "`torch.compile` (bfloat16, [batches of 32 to 256](docs/speed.md#before-the-kernels-were-rewritten)).")
     return measured + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
