@@ -446,8 +446,8 @@ def recommendation() -> str:
         "accuracy from plain addition, in points with 95 % confidence intervals, is",
         f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]}",
         f"instead of {vit_b['linear'][0]} %. For a ResNet, train with and without it: the difference is {RESNET} on",
-        f"Fashion-MNIST in one small network at a learning rate that was not tuned, and {OF_RESNETS} over all ResNetV2s",
-        "and data sets of the paper.",
+        "Fashion-MNIST in one small network at a learning rate that was not tuned, and",
+        f"{OF_RESNETS} over all ResNetV2s and data sets of the paper.",
         *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
         f"Not tested: ViTs with {'; '.join(untested(rows))}; and fine-tuning",
         "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])
