@@ -29,7 +29,6 @@ WORDS = {  # regular expression -> replacement
     r"stands? (?:in|for|at)|hands? (?:on|over)|gone on": "is, returns, continues",
 }
 
-_LAB = "to be renamed with the lab"
 REASONS = {  # file, `file: class` or `file: word` -> reason
     "scripts/checks/names.py": "not part of the package",
     "scripts/pages/coverage.py": "the modules of scripts/pages have the names of their pages",
@@ -37,7 +36,6 @@ REASONS = {  # file, `file: class` or `file: word` -> reason
     "docs/hypotheses.md: says": "registered before the runs",
     "docs/hypotheses.md: ask": "registered before the runs",
     "docs/hypotheses.md: asks": "registered before the runs",
-    "timm_ortho/lab/reporting/collect.py: place": _LAB,
 }
 
 

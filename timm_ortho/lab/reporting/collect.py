@@ -58,14 +58,14 @@ def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
 def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
     study = dict(values["study"])
     runs, folders, unfinished = [], [], []
-    for place in values["places"]:
-        run = _run(folder / place["run"])
+    for point in values["places"]:
+        run = _run(folder / point["run"])
         if run is None:
-            unfinished.append(place["run"])
+            unfinished.append(point["run"])
             continue
-        runs.append({**run, "cell": place["cell"], "connection": place["connection"], "seed": place["seed"],
+        runs.append({**run, "cell": point["cell"], "connection": point["connection"], "seed": point["seed"],
                      "dataset": study["dataset"]})
-        folders.append(folder / place["run"])
+        folders.append(folder / point["run"])
     if any(run.get("representation") for run in runs):
         add_cka(runs, folders, study["baseline"])
     return study, runs, list(dict.fromkeys([*unfinished, *values["left_out"]]))
@@ -99,16 +99,16 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     nearest: Optional[list[str]] = None
     for number, (root, values) in enumerate(studies):
-        for place in values["places"]:
-            if place["connection"] != connection:
+        for point in values["places"]:
+            if point["connection"] != connection:
                 continue
-            plan = RunPlan.read(root / place["run"])
+            plan = RunPlan.read(root / point["run"])
             if len(plan.stages) > 1:
                 continue
             differing = _differing(options, rows, plan)
             if not differing:
                 return number, {
-                    "model": options["model"], "cell": place["cell"], "connection": connection, "seed": options["seed"],
+                    "model": options["model"], "cell": point["cell"], "connection": connection, "seed": options["seed"],
                     "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows), "history": rows,
                     "dynamics": read_lines(folder / "records.jsonl"),
                     "made_with": {"command": f"by hand, in {folder}"}}
@@ -138,7 +138,7 @@ def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) 
 
 def status(folder: Path) -> str:
     """Return a line for each run of a study, with its state according to its files. The last line counts the states."""
-    names = list(dict.fromkeys(place["run"] for place in read(folder)["places"]))
+    names = list(dict.fromkeys(point["run"] for point in read(folder)["places"]))
     rows = [(name, *state(folder / name)) for name in names]
     counts = Counter(word for _, word, _ in rows)
     return "\n".join([*aligned(rows), ", ".join(f"{count} {word}" for word, count in counts.items()) or "no runs"])
