@@ -31,6 +31,7 @@ begins with the answer and ends with method and terms.
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
+        # train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss has neither
         "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr"}, ...],
         "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch, before training and after each epoch
         "dynamics": [...],                      # rows of `timm_ortho.record`
