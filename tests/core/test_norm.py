@@ -188,7 +188,7 @@ def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
 
 def test_a_plan_is_used_again_only_for_the_same_autocast():
     x, f, _ = tensors((2, 3, 20), (BRAIN, BRAIN))
-    norms = [LayerNorm(20, affine=False) for _ in range(2)]
+    norms = [LayerNorm(20).to(DEVICE, BRAIN) for _ in range(2)]
     norms[1]._fast_norm = not norms[0]._fast_norm
     for dtype in (None, BRAIN, torch.half):
         with torch.autocast(torch.device(DEVICE).type, dtype, enabled=dtype is not None), use_backend("triton"):
