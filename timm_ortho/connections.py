@@ -26,6 +26,7 @@ P x. The class of the connection determines the weights a and b.
 import inspect
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
@@ -350,6 +351,13 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "hybrid": HybridConnection,
 }
 _PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
+# Constructors check the arguments that they take. These checks are for arguments that a constructor does not take.
+_CHECKS: Dict[str, Callable[[Any], Any]] = {
+    "prob": check_prob,
+    "start": partial(known_name, "start", known=STARTS),
+    "keep": partial(known_name, "keep", known=KEEPS),
+    "groups": partial(check_count, "groups"),
+}
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
@@ -428,12 +436,13 @@ def create_connection(
     """
     make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
-    known_name("keep", keep, KEEPS)
     kept = "branch" if site.in_place else keep
     arguments = dict(zip(_PASSED, (dim, eps, prob, start, kept, groups, device, dtype), strict=True))
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
-    for name, default in (("prob", 1.0), ("groups", 1)):
-        if name not in accepted and arguments[name] != default and make is not LinearConnection:
+    defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
+    for name in sorted(_CHECKS.keys() - accepted):
+        _CHECKS[name](arguments[name])
+        if name in ("prob", "groups") and arguments[name] != defaults[name] and make is not LinearConnection:
             others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
             raise ValueError(f"{connection if isinstance(connection, str) else _class_name(make)} does not take the "
                              f"argument {name}: omit {name}, or choose {others}; your own connection needs this "

@@ -173,7 +173,9 @@ def test_weights_with_axes_are_refused(a, b, message):
      f"unknown connection 'orthogonal', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
     ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
-    ({"connection": "feature", "prob": math.nan}, "prob must be in [0, 1], got nan"),
+    ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
+    ({"connection": "feature", "start": "lineal"},
+     "unknown start 'lineal', known are 'orthogonal', 'linear'; did you mean 'linear'?"),
     ({"connection": "hybrid", "prob": 0.5},
      "hybrid does not take the argument prob: omit prob, or choose feature or global; your own connection needs "
      "this argument in its constructor"),

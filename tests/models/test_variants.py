@@ -35,7 +35,7 @@ SPREAD = [name for name in (
     "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog") if base_name(name) not in WITH_WEIGHTS]
 
 # By default, two of SMALLEST run at full width and depth. The marker `slow` adds the rest of SMALLEST. The marker
-# `whole` adds tests that build all architectures, and that run those of up to RUN_UP_TO parameters.
+# `whole` adds tests that build all architectures, and that run architectures of up to RUN_UP_TO parameters.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 350e6  # 6 GB of memory
 
