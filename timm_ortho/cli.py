@@ -332,6 +332,7 @@ def _add_bench(commands: Any) -> None:
     add("--dtypes", nargs="+", metavar="DTYPE",
         help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
              "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
+    add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction,
         help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
@@ -351,8 +352,12 @@ def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
     from .bench import BenchError, bench
     from .runs.provenance import environment
+    if parsed.amp and parsed.dtypes:
+        raise UsageError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
     try:
         options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
+        if parsed.amp:
+            options["dtypes"] = ["bfloat16"]
         return bench(options, environment(), parsed.output, parsed.command_line)
     except BenchError as error:
         raise UsageError(error) from None

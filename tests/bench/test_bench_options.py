@@ -16,6 +16,8 @@ from timm_ortho.runs import provenance
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
     (["--dtypes", "mixed"], "unknown dtype 'mixed'"),  # only the operator has it
     (["--modes", "compile"], "unknown mode 'compile', known are 'eager', 'compiled'; did you mean 'compiled'?"),
+    (["--modes", "inductor"], "backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                              "compiled), or choose 'torch' or 'auto'"),
     (["--models", "vit_small_ortho:0"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:0'"),
     (["--models", "vit_small_ortho:x"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:x'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
@@ -31,6 +33,7 @@ from timm_ortho.runs import provenance
      "branches must divide the width of the stream, got branches=5 for 384 channels"),
     (["--models", "vit_small", "--groups", "5"], "vit_small cannot be built with {}: "),
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
+    (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use either --amp or --dtypes"),
 ])
 def test_bad_arguments_of_bench(capsys, tmp_path, arguments, message):
     output = tmp_path / "out"
@@ -43,15 +46,24 @@ def test_bad_arguments_of_bench(capsys, tmp_path, arguments, message):
     assert not output.exists()
 
 
+def test_unknown_option():
+    with pytest.raises(bench.BenchError, match=r"unknown option 'repeat', known .*; did you mean 'repeats'\?"):
+        bench.resolve(dict(device="cpu", what=["operator"], repeat=3))
+
+
+def test_unknown_scope():
+    with pytest.raises(bench.BenchError, match="unknown scope 'globle', known are 'feature', 'global'"):
+        bench.resolve(dict(device="cpu", what=["operator"], scopes=["globle"]))
+
+
 def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", None)
     file = tmp_path / "file"
     file.touch()
-    for output, reason in ((file, "File exists"), (file / "out" / "bench", "Not a directory")):
+    for output in (file, file / "out" / "bench"):
         assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(output)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("timm-ortho: error: ")
-        assert f"{reason}: '{file}" in error
+        message = f"timm-ortho: error: --output {output} cannot be written: {file} is a file\n"
+        assert capsys.readouterr().err == message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a CUDA device")
@@ -70,15 +82,15 @@ def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
 def test_options_are_passed_on(monkeypatch, tmp_path):
     passed = []
     monkeypatch.setattr("timm_ortho.bench.bench", lambda *arguments: passed.extend(arguments) or 0)
-    assert cli.main(["bench", "--what", "models", "--dtypes", "bfloat16", "-b", "4", "--quick", "--no-compile",
-                     "--model-kwargs", "depth=2", "--output", str(tmp_path)]) == 0
+    assert cli.main(["bench", "--what", "models", "--amp", "-b", "4", "--quick", "--no-compile", "--model-kwargs",
+                     "depth=2", "--output", str(tmp_path)]) == 0
     options, environment, output, command = passed
     assert {key: value for key, value in options.items() if value is not None} == {
         "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "compile": False,
         "model_kwargs": {"depth": 2}}
     assert environment["torch"] == provenance.environment()["torch"]
     assert output == tmp_path
-    assert command.startswith("timm-ortho bench --what models --dtypes bfloat16 -b 4 ")
+    assert command.startswith("timm-ortho bench --what models --amp -b 4 ")
 
 
 def test_batch_sizes_and_modes():

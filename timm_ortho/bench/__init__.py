@@ -16,6 +16,7 @@ call: on a GPU the flush would hide the overhead, and on a CPU it would evict th
 `operator` measures the opposite on a GPU: the time of the kernels without their launches.
 """
 import gc
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Mapping
@@ -39,7 +40,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     `bench.csv` is written after each group. Ctrl-C also writes the tables and the plot of the finished groups.
 
     Args:
-        requested: Options by name, see :func:`resolve`.
+        requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
+            `quick`, `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.
@@ -49,7 +51,6 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
 
     Raises:
         BenchError: An option is invalid; raised before the first measurement.
-        OSError: The folder cannot be created; raised before the first measurement.
 
     >>> import tempfile
     >>> from timm_ortho.runs.provenance import environment
@@ -62,7 +63,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     options = resolve(requested)
     groups = [*operator_groups(options), *model_groups(options), *launch_groups(options)]
     machine = results.machine(options.device, environment, command)
-    output.mkdir(parents=True, exist_ok=True)  # raises now, not after the measurement
+    _check_writable(output)
     rows, status = [], 0
     try:
         # disable=None: no progress bar if the output is not a terminal
@@ -94,3 +95,10 @@ def _rows(group: Group, options: Namespace) -> list[results.Measurement]:
     finally:
         torch.set_num_threads(threads)
 
+
+def _check_writable(folder: Path) -> None:
+    """Raise if the folder cannot be created or written. The folder is created after the measurement."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        raise BenchError(f"--output {folder} cannot be written: {existing} {reason}")

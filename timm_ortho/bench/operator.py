@@ -15,6 +15,7 @@ from .options import PAIRS, STEPS, shape_label
 EPS = 1e-6
 
 
+
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
     """Compute the update as Appendix F of the paper does: sums in the dtype of x, division in float32.
 

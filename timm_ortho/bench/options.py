@@ -37,6 +37,8 @@ QUICK = dict(
     shapes=("4x197x384",), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models=("vit_small_ortho", "resnetv2_18_cifar_ortho"))
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
+# Options that DEFAULTS does not contain.
+OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups", "modes")
 
 
 class BenchError(ValueError):
@@ -72,33 +74,33 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     """Complete the requested options with the defaults of the device, and check them.
 
     Args:
-        requested: Options by name; None selects the default. `DEFAULTS[device]` lists the options with a default.
-            Further options are `device`, `quick`, `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
+        requested: Options by name; None selects the default.
 
     Returns:
         The options as attributes: `device`, `modes`, the names in `DEFAULTS[device]`, and the requested options.
         `shapes` contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
-        BenchError: A name is unknown, a shape or number is invalid, or the device is not available.
+        BenchError: An option or name is unknown, a shape or number is invalid, or the device is not available.
 
     >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"]))
     >>> options.shapes, options.repeats
     ([(2, 5, 16)], 11)
     """
+    _check_known("option", requested, (*DEFAULTS["cpu"], *OPTIONAL))
     requested = {key: value for key, value in requested.items() if value is not None}
     quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
     skips = requested.get("skips", ())
     groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
+    _check_known("scope", options.scopes, SCOPES)
     _check_known("dtype", options.dtypes, DTYPES if "models" in options.what else PAIRS)
     _check_known("skip", skips, SKIPS)
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    options.modes = requested.get("modes") or (MODES if options.compile else MODES[:1])
-    _check_known("mode", options.modes, MODES)
+    options.modes = _modes(requested.get("modes") or (MODES if options.compile else MODES[:1]))
     options.shapes = [_shape(text) for text in options.shapes]
     short = SHORT if quick and "models" not in requested else {}
     options.models = [
@@ -108,6 +110,14 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
                                     overrides="batch_size" in requested)]
     return options
+
+
+def _modes(names: Sequence[str]) -> Sequence[str]:
+    if "inductor" in names:
+        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                         "compiled), or choose 'torch' or 'auto'")
+    _check_known("mode", names, MODES)
+    return names
 
 
 def _batches(models: Iterable[str], default: int, overrides: bool) -> list[tuple[str, int]]:

@@ -240,6 +240,7 @@ def write_plot(folder: Path, rows: Sequence[Measurement]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_name(f".{path.name}.partial")
     partial_file.unlink(missing_ok=True)  # a link of another person to a file elsewhere
     partial_file.write_text(text, encoding="utf-8")
