@@ -34,6 +34,7 @@ FORMS = {
     "trace": torch.jit.trace,
     "FX": traced_twice,
     "export": lambda module, inputs: torch.export.export(module, inputs).module(),
+    "strict": lambda module, inputs: torch.export.export(module, inputs, strict=True).module(),
     "compile": lambda module, inputs: torch.compile(module, fullgraph=True, backend="aot_eager"),
     "inductor": lambda module, inputs: torch.compile(module, fullgraph=True),
 }
@@ -70,7 +71,7 @@ def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **op
 
 MODELS = ["vit_small_ortho", "resnetv2_18_cifar_orthog"]
 TABLE = [
-    *(row(connection, name, forms="TorchScript FX export compile") for name in CONNECTIONS),
+    *(row(connection, name, forms="TorchScript trace FX export strict compile") for name in CONNECTIONS),
     *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in ("feature", "global")),
     row(connection, HalfConnection),
     *(row(connection, name, groups=3, forms="TorchScript FX export compile") for name in ("feature", "hybrid")),
@@ -97,6 +98,7 @@ def results(module, inputs):
     return {"y": y, **dict(zip([*map(str, range(len(inputs))), *parameters], gradients, strict=True))}
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(("make", "count", "form"), [case for cases in TABLE for case in cases])
 def test_same_results(make, count, form):
     torch.manual_seed(0)
