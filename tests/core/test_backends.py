@@ -262,6 +262,17 @@ def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch):
 
 
 @needs_triton
+def test_an_out_of_memory_error_of_a_kernel_is_raised(auto, monkeypatch):
+    def full(*args):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels.Plan, "update", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        auto(*tensors())
+    assert backends._agrees == {}
+
+
+@needs_triton
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # raised in Triton's interpreter
 def test_non_finite_results_are_not_compared(auto):
     x, f, g = tensors()

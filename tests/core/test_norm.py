@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import FeatureConnection, connect
-from timm_ortho.functional import update_with_norm, use_backend
+from timm_ortho.functional import residual_update, update_with_norm, use_backend
 from timm_ortho.update import backend as backends
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("no_default_backend", "auto_is_triton")]
@@ -176,6 +176,16 @@ def test_a_plan_is_used_again_only_for_its_own_case(change, affine):
             upstream = [torch.randn_like(x + f) for _ in range(2)]
             expected = gradients(lambda x, f, n: ((y := connection(x, f)), n(y)), x, f, norm, upstream)  # noqa: B023
             torch.testing.assert_close(gradients(connection.with_norm, x, f, norm, upstream), expected)
+
+
+def test_full_caches_of_plans_start_again():
+    """Plans of many shapes or weights would fill the memory."""
+    for plans in (backends.plans, backends.norm_plans):
+        plans.update(dict.fromkeys(range(1024)))
+    x, f, _ = tensors((2, 3, 20))
+    in_one_step("triton")(x, f, made("LayerNorm", 20))
+    residual_update(x, f, backend="triton")
+    assert len(backends.plans) == len(backends.norm_plans) == 1
 
 
 def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
