@@ -5,20 +5,17 @@ import copy
 import pytest
 import timm
 import torch
+from helpers.kernel_cases import kernels, needs_triton
 from helpers.oracle import truth
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, connect, connection_arguments, create_connection, functional, sites
+from timm_ortho import Connection, connect, connection_arguments, create_connection, sites
 from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
 from timm_ortho.functional import use_backend
-from timm_ortho.update import backend as backends
 
 EPS = 1e-3
-why_not = backends.why_not_triton(torch.ones(1), torch.ones(1))
-needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
-kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
 
 
 def looped(x, f, groups, dim, a=0.0, b=1.0, eps=EPS):

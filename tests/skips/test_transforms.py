@@ -98,27 +98,6 @@ def test_orthogonal(name, width):
     torch.testing.assert_close(skip.transpose(skip(torch.eye(width))), torch.eye(width), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
-def test_a_product_of_many_transforms_is_orthogonal(name):
-    """110 transforms in a row keep the norms of the stream and of the gradient."""
-    skips = [create_skip(name, 96, dim=1, site=site) for site in range(110)]
-    x = torch.randn(2, 96, 4, 4, requires_grad=True)
-    y = x
-    for skip in skips:
-        y = skip(y)
-    g = torch.randn_like(y)
-    y.backward(g)
-    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(x.grad.norm(dim=1), g.norm(dim=1), rtol=1e-5, atol=0)
-    product = torch.linalg.multi_dot([skip.matrix() for skip in skips])
-    torch.testing.assert_close(product @ product.T, torch.eye(96, dtype=torch.float64))
-
-
-def test_tp_has_the_papers_matrix():
-    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    torch.testing.assert_close(create_skip("orthogonal_tp", 2)(x).T, torch.tensor([[1.0, -1.0], [1.0, 1.0]]) / 2 ** 0.5)
-
-
 @pytest.mark.parametrize("width", [2, 3, 5, 7, 11, 13, 37])
 def test_tp_of_a_prime_mixes_all_channels(width):
     assert create_skip("orthogonal_tp", width).matrix().abs().min() > 1e-3
