@@ -1,20 +1,7 @@
 """Test the mock Hub with the real client. All other tests with the mock Hub rely on the behaviour tested here."""
 import hashlib
 import os
-import random
 from pathlib import Path
-
-LARGE = random.Random(0).randbytes(11_000_000)
-
-
-def test_a_cut_download_is_continued_where_it_was_cut(server, client):
-    server.commit("me/model", {"model.safetensors": LARGE})
-    server.fail("cut", path="/blobs/", times=1, after=10_700_000)
-    result = client.run("answer(hashlib.sha256(open(hf_hub_download('me/model', 'model.safetensors'), 'rb').read())"
-                        ".hexdigest())")
-    assert result.answer == hashlib.sha256(LARGE).hexdigest(), result.output
-    parts = [(r.headers.get("range"), r.status) for r in server.requests if "/blobs/" in r.path]
-    assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client keeps whole blocks of 10 MiB
 
 
 def test_a_commit_needs_complete_uploads(server, client):

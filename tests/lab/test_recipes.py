@@ -4,7 +4,6 @@ import csv
 import math
 import random
 import re
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 import yaml
 from helpers.tiny_study import in_this_process
 from PIL import Image
-from timm.data import create_dataset, create_transform
+from timm.data import create_transform
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
@@ -405,28 +404,6 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
     padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of a side that is not padding
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
-
-
-def test_commands_for_tiny_imagenets_archive(tmp_path):
-    """The two commands in the recipe's header sort the images of the archive into class folders."""
-    for label in ("n01", "n02"):
-        (tmp_path / "train" / label / "images").mkdir(parents=True)
-        Image.new("RGB", (4, 4)).save(tmp_path / "train" / label / "images" / f"{label}_0.JPEG")
-        (tmp_path / "train" / label / f"{label}_boxes.txt").write_text("boxes")
-    (tmp_path / "val" / "images").mkdir(parents=True)
-    for index in range(3):
-        Image.new("RGB", (4, 4)).save(tmp_path / "val" / "images" / f"val_{index}.JPEG")
-    (tmp_path / "val" / "val_annotations.txt").write_text(
-        "val_0.JPEG\tn02\t0\t0\t1\t1\nval_1.JPEG\tn01\t0\t0\t1\t1\nval_2.JPEG\tn02\t0\t0\t1\t1\n")
-    lines = re.findall(r"^#   ((?:for|while) .*)$", text("vit_s_tiny_imagenet"), re.MULTILINE)
-    assert len(lines) == 2
-    subprocess.run(["bash", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
-    train = create_dataset("", root=str(tmp_path), split="train")
-    validation = create_dataset("", root=str(tmp_path), split="validation")
-    assert train.reader.class_to_idx == validation.reader.class_to_idx == {"n01": 0, "n02": 1}
-    assert [target for _, target in train.reader.samples] == [0, 1]
-    assert sorted((Path(path).name, target) for path, target in validation.reader.samples) == [
-        ("val_0.JPEG", 1), ("val_1.JPEG", 0), ("val_2.JPEG", 1)]
 
 
 # ------------------------------------------------------------------------------------------------- CLI

@@ -2,13 +2,12 @@
 import base64
 import hashlib
 import json
-import re
 import time
 from typing import Any
 from urllib.parse import quote
 
 from .http import ERRORS, Answer, Handler, route
-from .store import LARGE, File, describe
+from .store import LARGE, File
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
 _REV = r"(?P<revision>[^/]+)"
@@ -168,9 +167,9 @@ def _resolve(http: Handler, repo: str, revision: str, path: str) -> None:
     file = commit.files.get(path)
     if file is None:
         raise Answer(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit.oid})
-    described = {"X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes"}
+    described = {"X-Repo-Commit": commit.oid}
     if not file.large:
-        _send_blob(http, file, ETag=f'"{file.oid}"', **described)
+        http.send(200, http.hub.blobs[file.sha256], ETag=f'"{file.oid}"', **described)
         return
     described |= {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(file.size)}
     if file.xet:
@@ -183,14 +182,4 @@ def _resolve(http: Handler, repo: str, revision: str, path: str) -> None:
 def _get_blob(http: Handler, oid: str) -> None:
     if oid not in http.hub.blobs:
         raise Answer(501, "no content has this SHA-256; if it was uploaded with xet, only xet can download it")
-    _send_blob(http, describe(None, oid, len(http.hub.blobs[oid]), True), ETag=f'"{oid}"')
-
-
-def _send_blob(http: Handler, file: File, **headers: str) -> None:
-    content = http.hub.blobs[file.sha256]
-    match = re.fullmatch(r"bytes=(\d+)-(\d*)", http.headers.get("Range", ""))
-    if match is None:
-        http.send(200, content, **headers)
-        return
-    first, last = int(match[1]), min(int(match[2] or file.size - 1), file.size - 1)
-    http.send(206, content[first:last + 1], **headers, **{"Content-Range": f"bytes {first}-{last}/{file.size}"})
+    http.send(200, http.hub.blobs[oid], ETag=f'"{oid}"')
