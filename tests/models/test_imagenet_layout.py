@@ -95,15 +95,3 @@ def test_train_resume_validate_and_push(imagenet, tmp_path, recipe):
     config = json.loads((tmp_path / "pushed" / "config.json").read_text())
     assert config["label_names"] == CLASSES
     assert config["model_args"]["connection"] == ("feature" if model.endswith("_ortho") else "global")
-
-
-def test_two_processes_on_the_cpu_stop_at_ddp(imagenet, tmp_path):
-    """train.py passes a device to DDP, which PyTorch refuses on the CPU. test_timm_train.py removes this argument."""
-    _, kwargs = RUNS["vit_base_patch16_224_imagenet1k"]
-    with pytest.raises(AssertionError) as raised:
-        called(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               Path(TIMM_DIR, "train.py"), "-c", shipped()["vit_base_patch16_224_imagenet1k"], "--data-dir", imagenet,
-               "--img-size", "32", "--model-kwargs", *kwargs, "-b", "8", "--device", "cpu", "--output", tmp_path)
-    output = str(raised.value)
-    assert "Process 0, total 2, device cpu" in output
-    assert "DistributedDataParallel device_ids and output_device arguments only work with" in output

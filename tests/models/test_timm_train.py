@@ -288,17 +288,3 @@ def test_smoke_runs(scripts, images, tmp_path, name):
                           capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Train: 0 [   2/3 (100%)]" in done.stdout + done.stderr
-
-
-def test_train_sh_runs_train_py(scripts, images, tmp_path):
-    """scripts/train.sh runs timm's train.py on the CPU."""
-    folder = os.path.dirname(sys.executable)
-    script = Path(__file__).parents[2] / "scripts" / "train.sh"
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
-           "TIMM_DIR": str(scripts), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        ["bash", script, "vit_s_cifar10", "vit_small_linear", images, "--dataset", "", "--epochs", "1", "-b", "40",
-         "--workers", "0", "--model-kwargs", *SHRUNK["vit_s_cifar10"], "--output", tmp_path, "--experiment", "run"],
-        env=env, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "run" / "summary.csv").is_file()
