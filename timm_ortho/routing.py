@@ -546,4 +546,6 @@ def _leaves(statements: Sequence[ast.AST]) -> bool:
 
 
 def _negated(test: ast.expr) -> ast.expr:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
     return ast.UnaryOp(ast.Not(), test)

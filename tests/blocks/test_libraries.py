@@ -241,7 +241,7 @@ def test_blip_writes_captions():
     assert {site.connection.name: "vision" in site.name for site in sites(model)} == {"global": True, "linear": False}
 
 
-def test_timm_ortho_list_prints_the_libraries(capsys):
+def test_timm_ortho_list_prints_the_installed_libraries(capsys, monkeypatch):
     assert cli.main(["list", ""]) == 0
     printed = capsys.readouterr().out
     assert cli.main(["list"]) == 0
@@ -251,6 +251,8 @@ def test_timm_ortho_list_prints_the_libraries(capsys):
     assert "resnet              BasicBlock, Bottleneck" in lines
     counts = {title.split()[0]: sum(map(len, blocks.values())) for title, blocks in coverage.libraries().items()}
     assert counts == {library: len(specs(library)) for library in counts}
+    monkeypatch.setattr(coverage, "find_spec", lambda name: None)
+    assert coverage.libraries() == {}
 
 
 WITHOUT_STREAM = ("alexnet", "densenet", "googlenet", "inception", "shufflenet", "squeezenet", "vgg")

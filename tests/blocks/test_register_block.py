@@ -155,6 +155,15 @@ class Returned(Bypassing):
         return x + self.f(x)
 
 
+class ReturnedElse(Bypassing):
+    def forward(self, x):
+        if not self.training:
+            x = self.norm(x)
+        else:
+            return self.f(x)
+        return x + self.f(x)
+
+
 class Evaluated(Bypassing):
     def forward(self, x):
         f = self.f(x)
@@ -200,6 +209,7 @@ class EndsInEvaluation(Bypassing):
 @pytest.mark.parametrize(("block", "when", "arguments"), [
     (Indexed, "forward bypasses an addition if self.training and self.drop > 0.1", {}),
     (Returned, "forward bypasses an addition if self.training", {}),
+    (ReturnedElse, "forward bypasses an addition if self.training", {}),
     (Evaluated, "forward bypasses an addition if not self.training", {}),
     (Where, "forward bypasses an addition if not keep is None", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),

@@ -388,6 +388,9 @@ def test_an_unrouted_addition():
     names = sums(("self.shortcut(x)", None), ("x[:, 0:1]", "two"))
     block = with_connections(Expressions, Expressions(nn.Identity()), *names)
     assert block(torch.ones(1, 2)).tolist() == [[1.0 + 4.0 + 0.5, 4.0]]
+    block = with_connections(InPlace, InPlace(), *sums(("shortcut", None), ("shortcut", "two")))
+    assert block(torch.ones(1)).item() == 1.0 + 2.0 + 1.0
+    assert "x += shortcut" in inspect.getsource(type(block).forward)
 
 
 SIDES = sums(("x", "one"), (("x", "res"), "two"), ("x", "three"))
@@ -463,10 +466,21 @@ class Early(nn.Module):
         return x + 2.0
 
 
-def test_code_after_a_return_counts_as_the_else_side():
-    route = Route(Early, sums(("x", "one"), ("x", "two")))
-    assert route.reached(Early()) == [False, False]
-    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # train() may be called later
+class EarlyElse(Early):
+    def forward(self, x):
+        if self.shortcut is not None:
+            x = x * 2.0
+        else:
+            return x
+        x = x + 1.0
+        return x + 2.0
+
+
+@pytest.mark.parametrize("block", [Early, EarlyElse])
+def test_code_after_a_return_counts_as_the_other_side(block):
+    route = Route(block, sums(("x", "one"), ("x", "two")))
+    assert route.reached(block()) == [False, False]
+    assert route.reached(block(nn.Identity()).eval()) == [True, True]  # train() may be called later
 
 
 class Unindented(nn.Module):

@@ -123,8 +123,11 @@ def test_the_script_may_change_its_working_directory(monkeypatch, recording_path
     assert steps(tmp_path / "here.jsonl") == [0]
 
 
-def test_only_the_first_process_writes(monkeypatch, recording_path):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("initialized", [False, True])
+def test_only_the_first_process_writes(monkeypatch, recording_path, initialized):
+    monkeypatch.setenv("RANK", "0" if initialized else "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     small_vit()(images())
     assert not recording_path.exists()
 

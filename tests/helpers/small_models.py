@@ -66,6 +66,7 @@ SMALL = {
     "starnet_s050": (64, dict()),
     "fasternet_t0": (64, dict()),
     "mobilenetv4_conv_small_035": (64, dict()),
+    "ghostnet_050": (64, dict()),
 }
 LARGER = {  # slow models: they have many different convolutions, over ten million parameters, or large images
     "coat_tiny": (64, dict(img_size=64, serial_depths=(1, 1, 1, 1), parallel_depth=1, embed_dims=(32, 32, 32, 32))),
@@ -101,7 +102,6 @@ LARGER = {  # slow models: they have many different convolutions, over ten milli
     "cs3darknet_focus_s": (64, dict()),
     "hgnetv2_b0": (64, dict()),
     "rexnet_100": (64, dict()),
-    "ghostnet_050": (64, dict()),
     "ghostnetv3_050": (64, dict()),
     "repghostnet_050": (64, dict()),
     "lcnetv2_small": (64, dict()),

@@ -6,7 +6,7 @@ from helpers.half_connection import HalfConnection
 from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
 
-from timm_ortho import SkipRewriteError, absorb, connect, create_connection, diagonalise, sites
+from timm_ortho import SkipRewriteError, absorb, connect, create_connection, create_skip, diagonalise, sites
 from timm_ortho.skips.rewrites import ChangeOfBasis, Coordinates
 
 MODELS = {
@@ -112,6 +112,12 @@ def test_a_rewritten_model_trains():
     assert all(p.grad is not None for p in other.parameters())
 
 
+def with_two_skips():
+    model = build("basic", skip="idempotent_mr")
+    sites(model)[1].connection.skip = create_skip("idempotent_cmr", 32, dim=1)
+    return model
+
+
 class Written(nn.Module):
     """A model that creates a connection in its own code."""
 
@@ -126,6 +132,7 @@ class Written(nn.Module):
      ["absorb requires orthogonal skips", "'scaled'", "stages.0.blocks.0"]),
     (absorb, lambda: build("basic", skip="idempotent_mr"), ["absorb requires orthogonal skips", "'idempotent_mr'"]),
     (diagonalise, lambda: build("basic", skip="orthogonal_tp"), ["requires idempotent skips", "'orthogonal_tp'"]),
+    (diagonalise, with_two_skips, ["the same skip at all sites of a width, got different skips after stages.0.blocks"]),
     (absorb, MODELS["vit"], ["cannot absorb VisionTransformer: it has no connections", "timm_ortho.connect"]),
     (absorb, lambda: connect(resnet(layers=(1, 1), preact=False), "linear", skip="orthogonal_tp"),
      ["cannot absorb ResNetV2", "resnetv2.Bottleneck", "normalise, gate or activate", "resnetv2.PreActBasic"]),

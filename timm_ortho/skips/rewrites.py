@@ -190,7 +190,7 @@ def _rewritten(
         first = chain[0]
         if first.projects:
             _insert(first.block, "downsample", matrices[0], first, like)
-        elif incoming is None:  # transform the input of the first block; Eq. 12 multiplies the first layer's weights
+        else:  # transform the input of the first block; Eq. 12 multiplies the first layer's weights
             _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
         for index, entry in enumerate(chain):
             before = incoming if index == 0 and entry.projects else matrices[index]
@@ -242,7 +242,7 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
 
 
 def _chains(all_sites: List[_SiteWithSkip]) -> List[List[_SiteWithSkip]]:
-    """Split the sites of a model into chains; a block that projects its shortcut begins a new chain."""
+    """Split the sites of a model into chains; the first block, and blocks that project their shortcut, begin one."""
     chains: List[List[_SiteWithSkip]] = []
     for entry in all_sites:
         if entry.projects or not chains:
