@@ -78,7 +78,9 @@ def test_wrong_paths(grid, copied, tmp_path):
     assert "cannot be read as a checkpoint" in message(copied / "feature-seed0")
     bare = timm_run(tmp_path / "run")
     (bare / "args.yaml").write_text(":")
-    assert "args.yaml cannot be read" in message(bare)
+    assert "args.yaml cannot be read (" in message(bare)
+    (bare / "args.yaml").write_text("[1]")
+    assert "args.yaml cannot be read (it contains no mapping)" in message(bare)
 
 
 def test_a_pickle_is_not_executed(tmp_path):

@@ -75,6 +75,14 @@ def test_a_variant_reads_tensors_of_a_pickle(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True))
     assert loaded.pretrained_cfg["file"] == changes["pretrained_cfg_overlay"]["file"]
     assert "state_dict" not in loaded.pretrained_cfg
+    with pytest.raises(WeightsError, match=r"none\.pth cannot be read \(No such file or directory\)$"):
+        timm.create_model("vit_test_ortho", **overlay(file=str(tmp_path / "none.pth")))
+
+
+def test_weights_of_which_timms_filter_makes_no_sense(tmp_path):
+    save_file({"patch_embed.proj.weight": torch.zeros(7)}, tmp_path / "a.safetensors")
+    with pytest.raises(WeightsError, match=r"a\.safetensors: not a checkpoint of vit_test_ortho: shape .* is invalid"):
+        timm.create_model("vit_test_ortho", **overlay(file=str(tmp_path / "a.safetensors")))
 
 
 def test_a_numpy_file_with_objects_is_refused(tmp_path):

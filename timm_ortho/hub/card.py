@@ -233,8 +233,7 @@ def _images(subject: Subject, run: Optional[Run], key: str) -> str:
 
 # -------------------------------------------------------------------------------------------- the tables
 def _summary(subject: Subject, run: Optional[Run]) -> str:
-    connection = subject.connection or (run.connection if run else None)
-    kind = f" with {connection} residual connections" if connection else ""
+    kind = f" with {subject.connection} residual connections" if subject.connection else ""
     trained = f", trained on {_images(subject, run, 'train_num_samples')}" if run or subject.dataset else ""
     verb = "Made" if run else "Loads"
     return f"`{subject.config['architecture']}`{kind}{trained}. {verb} with [timm]({_TIMM}) and timm-ortho."

@@ -79,11 +79,6 @@ class Run:
         return self.epoch != self.history[-1]["epoch"]
 
     @property
-    def connection(self) -> Optional[str]:
-        """The connection that the weights were last trained with; None if only the name of the model sets it."""
-        return (self.options.get("model_kwargs") or {}).get("connection")
-
-    @property
     def top1_mean(self) -> Optional[float]:
         return fmean(self.card.top1.values()) if self.card.top1 else None
 

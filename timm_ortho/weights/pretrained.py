@@ -126,15 +126,13 @@ class Weights(NamedTuple):
     file: Optional[Path]
 
 
-def weights(name: str) -> Optional[Weights]:
-    """Return the weights of a registered model, or None. The name may have a tag. Does not use the network.
+def weights(name: str) -> Weights:
+    """Return the weights of a model in ``timm.list_pretrained()``. Does not use the network.
 
     >>> weights("vit_test_ortho").name
     'vit_test_ortho.digits'
     """
     cfg = get_pretrained_cfg(name)
-    if cfg is None or not cfg.has_weights:
-        return None
     tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
     if cfg.file:
         return Weights(tagged, "this package", Path(cfg.file))
