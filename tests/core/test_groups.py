@@ -1,5 +1,4 @@
 """One projection per group of channels: memory, masks, models and exports. test_parity.py compares with float64."""
-import argparse
 import copy
 
 import pytest
@@ -153,25 +152,6 @@ def test_heads_are_those_of_each_block():
     connect(model, "feature", groups="heads", kinds="mlp", layers=[0, 1])
     assert [site.connection.groups for site in sites(model)] == [1, 3, 1, 6] + [1] * 6
     assert connection_arguments(model)["groups"] == "heads"
-
-
-@pytest.mark.parametrize("groups", [1, 6, "heads"])
-@pytest.mark.parametrize("connection", ["feature", "hybrid"])
-def test_arguments_rebuild_the_groups(groups, connection):
-    model = connect(MODELS["ViT"](), connection, groups=groups)
-    arguments = connection_arguments(model)
-    assert arguments.get("groups") == (None if groups == 1 else groups)
-    again = connect(MODELS["ViT"](), **arguments)
-    assert [repr(site.connection) for site in sites(again)] == [repr(site.connection) for site in sites(model)]
-
-
-def test_variants_and_the_command_line_take_groups():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
-    for text, expected in (("connection_groups=8", 8), ("connection_groups=heads", 2)):
-        arguments = parser.parse_args(["--model-kwargs", text]).model_kwargs
-        model = timm.create_model("vit_test_ortho", **arguments)
-        assert {site.connection.groups for site in sites(model)} == {expected}
 
 
 # ------------------------------------------------------------------------------------------------- bad input

@@ -3,14 +3,11 @@ import ast
 import copy
 import importlib.util
 import inspect
-import pickle
 import textwrap
 
 import pytest
-import timm
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import create_connection
 from timm_ortho.routing import Route, Sum
@@ -210,27 +207,9 @@ def test_same_results_in_every_form(form, connection):
     torch.testing.assert_close(results(converted, x), results(block, x))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_changes_nothing(use_reentrant):
-    block, x = routed(PreNorm, *NAMES, connection="hybrid"), torch.randn(2, 3, 4, requires_grad=True)
-    expected = results(block, x)
-    torch.manual_seed(1)
-    again = checkpoint(block, x, use_reentrant=use_reentrant)
-    (again * torch.randn_like(again)).sum().backward()
-    assert_equal([again, x.grad, *(parameter.grad for _, parameter in sorted(block.named_parameters()))], expected)
-
-
 def test_hooks_run_once_in_the_order_of_the_calls():
     block = routed(PreNorm, *NAMES)
     calls = recorded(block)
     block(torch.randn(2, 4))
     assert calls == ["norm1", "attn", "connection_attention", "norm2", "conv", "connection_conv", "norm3", "mlp",
                      "connection_mlp"]
-
-
-def test_a_pickled_block_of_timm():
-    block = timm.create_model("vit_test_ortho").blocks[0]
-    assert ".with_norm(x, " in inspect.getsource(type(block).forward)
-    again, x = pickle.loads(pickle.dumps(block)), torch.randn(2, 5, block.norm1.normalized_shape[0], requires_grad=True)
-    assert type(again) is type(block)
-    assert_equal(results(again, x), results(block, x))

@@ -1,9 +1,5 @@
 """lab/device_images.py: images that are decoded once, and augmented in batches."""
-import os
-import signal
-import subprocess
 import sys
-import time
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, state, stopped, written
+from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, stopped, written
 from PIL import Image
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
@@ -83,22 +79,6 @@ def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, step):
     run.run(whole)
     stopped(parts, monkeypatch, step)
     run.run(parts)
-    assert_same_run(parts, whole)
-
-
-def test_a_killed_run_continues(tmp_path):
-    """A process that is killed in the middle of an epoch (kill -9) leaves a run that continues to the same weights."""
-    whole, parts = (one_run(tmp_path / name, **EVERYTHING, epochs=30) for name in ("whole", "parts"))
-    command = [sys.executable, "-m", run.__name__, str(parts)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while not (parts / "summary.csv").is_file() or len((parts / "summary.csv").read_text().splitlines()) < 3:
-        assert process.poll() is None
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert state(parts)["epoch"] < 29
-    run.run(parts)
-    run.run(whole)
     assert_same_run(parts, whole)
 
 

@@ -446,12 +446,6 @@ def test_hold_out_of_a_study(tmp_path, monkeypatch):
     assert all(source.validation.dataset.images[index].tobytes() in training for index in source.validation.index)
 
 
-def test_training_on_class_folders(images, tmp_path):
-    folder = one_run(tmp_path / "out", dataset="", data_dir=str(images), batch_size=8, epochs=1, **WHOLE)
-    assert run.run(folder)["labels"] == ["bright", "dark"]
-    assert state(folder)["args"].in_chans == 3
-
-
 # ---------------------------------------------------------------------------------- memory format, precision
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_last(channels_last):

@@ -1,11 +1,9 @@
-"""timm's optimizers, weights from a file, intermediates, image sizes, classifiers, and copies of trained models."""
-import copy
+"""timm's optimizers, weights from a file, intermediates, image sizes and distillation."""
 
 import pytest
 import timm
 import torch
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
-from torch.optim.swa_utils import AveragedModel
 
 import timm_ortho
 from timm_ortho import hub
@@ -86,35 +84,6 @@ def test_rectangular_images_after_export(name, arguments, size, tmp_path):
     assert torch.equal(loaded(images), model(images))
     if arguments.get("img_size") == size:
         assert tuple(loaded.pretrained_cfg["input_size"]) == (3, *size)
-
-
-@pytest.mark.parametrize("base", ["test_vit", "convnext_atto", "resnetv2_18"])
-def test_a_reset_classifier_has_timms_dtype(base):
-    """timm 1.0.31 keeps float64. Before timm's pull requests 2743 and 2752, some heads became float32."""
-    variant, plain = (timm.create_model(name).double() for name in (f"{base}_ortho", base))
-    for model in (variant, plain):
-        model.reset_classifier(3)
-    dtype = next(plain.get_classifier().parameters()).dtype
-    assert next(variant.get_classifier().parameters()).dtype == dtype
-    if dtype == torch.float64:
-        assert variant.eval()(torch.ones(1, *variant.pretrained_cfg["input_size"]).double()).dtype == dtype
-
-
-def test_copies_after_a_step_with_a_recorder():
-    model, images, recorded = vit(connection="hybrid").train(), torch.ones(2, 3, 32, 32), []
-    recorder = timm_ortho.record(model, every=1, sink=recorded.append)
-    average = AveragedModel(model)
-    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3)
-    model(images).square().mean().backward()
-    optimizer.step()
-    average.update_parameters(model)
-    copies = [average, copy.deepcopy(model), AveragedModel(model)]
-    expected = model.eval()(images)
-    assert all(torch.equal(one.eval()(images), expected) for one in copies)
-    for one in copies:
-        one.train()(images)
-    assert (recorder.step, len(recorded)) == (1, 1)  # copies are not recorded
-    assert average.module.state_dict().keys() == model.state_dict().keys()
 
 
 def test_muon_updates_learned_connections_without_decay():

@@ -4,12 +4,12 @@
         token = hub.add_user("me")
         hub.create_repo("me/model", private=True)
         hub.commit("me/model", {"config.json": b"{}"})
-        hub.fail(503, path="model.safetensors", times=2)        # for the next two requests of this file
+        hub.fail(503, path="model.safetensors")                 # for the requests of this file
         hub.files("me/model"), hub.requests
 
 The mock has repositories with branches, tags and pull requests, private and gated repositories, and read and write
-tokens. It supports uploads by LFS and by xet, commits, and downloads of ranges. It can simulate failures. All data is
-in memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
+tokens. It supports uploads by LFS and by xet, commits, and downloads. It can simulate failures. All data is in memory,
+except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
 
 A client uploads large files before the commit. With HF_HUB_DISABLE_XET=1 it uses PUT, as for Git LFS. Without, hf_xet
 writes them to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only hf_xet can read these files, because
@@ -98,9 +98,9 @@ class HubServer:
                 self.repositories[repo_id].find(revision).files.items()}
 
     def fail(
-            self, what: Union[int, str], path: str = "", method: Optional[str] = None, times: Optional[int] = None,
-            after: int = 0, code: Optional[str] = None,
-    ) -> Fault:
+            self, what: Union[int, str], path: str = "", method: Optional[str] = None, after: int = 0,
+            code: Optional[str] = None,
+    ) -> None:
         """Make requests fail until :meth:`heal`.
 
         Args:
@@ -109,13 +109,10 @@ class HubServer:
             path: Regular expression that is searched in the path; "" matches every path. The name of a large file
                 matches ``/resolve/``, which only redirects. To match the download of the content, use ``/blobs/``.
             method: HTTP method; None for all.
-            times: Number of requests that fail; None for all.
             after: For ``"cut"``: number of bytes that arrive.
             code: Value of the header ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
         """
-        fault = Fault(what, method, path, times, after, code)
-        self.faults.append(fault)
-        return fault
+        self.faults.append(Fault(what, method, path, after, code))
 
     def heal(self) -> None:
         self.over.set()
@@ -158,9 +155,4 @@ class HubServer:
         return dict(pair for shard in sorted(shards) for pair in files_of_shard(shard.read_bytes()))
 
     def take_fault(self, method: str, path: str) -> Optional[Fault]:
-        with self.lock:
-            for fault in self.faults:
-                if fault.concerns(method, unquote(path)):
-                    fault.times = fault.times and fault.times - 1
-                    return fault
-        return None
+        return next((fault for fault in self.faults if fault.concerns(method, unquote(path))), None)
