@@ -46,9 +46,8 @@ def fails(capsys, *arguments):
     return captured.err
 
 
-@pytest.mark.slow
 def test_list(capsys):
-    assert cli.main(["list", "vit_small_*"]) == 0
+    assert cli.main(["list", "vit_small_[lo]*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "parameters", "sites", "connection", "weights"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
@@ -195,7 +194,17 @@ def test_version_is_that_of_the_installed_package():
     assert environment()["timm-ortho"] == timm_ortho.__version__
 
 
-def test_an_error_of_the_operating_system_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
+    """As in `timm-ortho list "vit_*" | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "timm_ortho", "list", "vit_test_*"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, capsys):
     """For example a full disk. A script's own error keeps its traceback."""
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
@@ -203,6 +212,12 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, monkeypatch, cap
     monkeypatch.setattr("timm_ortho.lab.commands.report_on", full)
     expected = "timm-ortho: error: [Errno 28] No space left on device: 'report.html'\n"
     assert fails(capsys, "study", "report", str(tmp_path)) == expected
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("timm_ortho.lab.commands.report_on", interrupted)
+    assert cli.main(["study", "report", str(tmp_path)]) == 130
     (tmp_path / "script.py").write_text("open('/nowhere/a')")
     with pytest.raises(FileNotFoundError, match="/nowhere/a"):
         cli.main(["run", str(tmp_path / "script.py")])

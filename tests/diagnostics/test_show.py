@@ -92,6 +92,8 @@ def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys):
     torch.save({"state_dict": weights, "state_dict_ema": {key: 3 * value for key, value in weights.items()}}, file)
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file]) == 0
     assert capsys.readouterr().out == show.as_text(show.measured_sites(model, show.batch(model))) + "\n"
+    assert cli.main(["show", file]) == 2
+    assert f"the model of {file} is unknown: the file contains no arguments" in capsys.readouterr().err
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file, "--ema"]) == 2
     expected = f"--ema needs a checkpoint with the options of its run, and {file} has none: omit --ema"
     assert expected in capsys.readouterr().err
