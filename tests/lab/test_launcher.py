@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,6 +108,12 @@ def test_collected_results(tiny):
         features._stored(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature"))))
 
 
+def test_damaged_features(tmp_path):
+    (tmp_path / "features.npy").write_bytes(b"PK")
+    with pytest.raises(LabError, match=r"features.npy cannot be read \(.*: remove .* to train the run again"):
+        features._stored(tmp_path)
+
+
 def test_cells_that_share_a_run_are_all_collected(tmp_path):
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6]}, connections=["linear"], representation=False)
     assert finished(trained(request(path, tmp_path / "out", epochs=1))) == (
@@ -169,6 +175,11 @@ def test_the_state_of_a_run_whose_lock_cannot_be_tried(tmp_path, monkeypatch, er
     (folder / "sessions.json").write_text(json.dumps([session]))
     monkeypatch.setattr(folders, "FileLock", Refused)
     assert folders.state(folder) == state
+    (folder / "run.yaml").unlink()
+    assert folders.state(folder) == ("waiting", "")
+    with nullcontext() if isinstance(error, NotImplementedError) else pytest.raises(PermissionError):
+        with folders.work_on(folder):
+            pass
 
 
 def test_a_run_that_ends_during_the_check_is_finished(tmp_path, monkeypatch):

@@ -120,6 +120,8 @@ def test_only_some_cells(tmp_path):
     assert names(("lr", "0.001"), ("lr", "0.01")) == names(("lr", "0.001,1.0e-2")) == names()
     with pytest.raises(LabError, match=r"--only lr=0.1: the values of lr are 1e-3; 0.01"):
         names(("lr", "0.1"))
+    with pytest.raises(LabError, match="--only lr=high: the values of lr are 1e-3; 0.01"):
+        names(("lr", "high"))
     with pytest.raises(LabError, match="--only depth: the study has no such axis, only lr, connection"):
         names(("depth", "3"))
     samples = request(written(tmp_path, grid={"train_num_samples": [10000, 20000, 30]}), tmp_path / "out",
@@ -324,6 +326,9 @@ def test_foreign_folders_are_refused(tmp_path):
     (damaged / "study.yaml").write_text("a: [1")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, and plan the runs again"):
         planned(compared(damaged))
+    (damaged / "study.yaml").write_text("[1]")
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
+        plan.read(damaged)
     (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
     run_plan.write_text("[1]")
     with pytest.raises(LabError, match=r"run.yaml is from another version .*remove .*linear-seed0, or choose another"):

@@ -3,12 +3,15 @@ import re
 
 import pytest
 import yaml
-from helpers.tiny_study import STUDY, compared, planned
+from helpers.tiny_study import STUDY, compared, one_run, planned, request, written
+from PIL import Image
+from timm.data import IterableImageDataset
 
 from timm_ortho import CONNECTIONS, HybridConnection, cli
-from timm_ortho.lab import LabError
+from timm_ortho.lab import LabError, data
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import design
+from timm_ortho.lab.running import run
 
 
 @pytest.mark.parametrize(("changed", "message"), [
@@ -16,10 +19,12 @@ from timm_ortho.lab.planning import design
     (dict(title=...), "'title' is missing"),
     (dict(scales={"tiny": {}}), "scales accepts no key 'tiny'"),
     (dict(scales={"smoke": {"titel": 1}}), "scale 'smoke' accepts no key 'titel'"),
+    (dict(scales={"smoke": 3}), "scale 'smoke' must be a mapping, not 3"),
     (dict(scales={"small": {}}), "there is no scale 'smoke', only small"),
     (dict(options={"epoch": 3}), "options accepts no key 'epoch'; did you mean 'epochs'"),
     (dict(options={"learning_rat": 3}), "options accepts no key 'learning_rat'; did you mean 'lr'?"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
+    (dict(grid={"x": {"a": 3}}), "axis 'x', value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
      "value 'a' accepts no key 'conection'; did you mean 'connection'"),
@@ -111,11 +116,13 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(head_init_scale=0.0), r"has 'head_init_scale', but the lab's own loop does not"),
     (dict(sched="cosin"), r"cosin"),
     (dict(kd_model_name="resnet50"), r"has 'kd_model_name', but the lab's own loop does not: remove the option"),
+    (dict(kd_distill_type="image"), r"'kd_distill_type' is 'image', but must be one of logit, feature, token"),
     (dict(device="abacus"), r"there is no device 'abacus'"),
     (dict(amp=True, amp_dtype="int8"), r"amp_dtype is 'int8'"),
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
     (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(split 'train'\) cannot be read: .* its files in .*Fa"),
     (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' .* cannot be read: .* can download t"),
+    (dict(dataset="wds/mnist", data_dir="x"), r"cannot be read: timm opens it through its 'wds' reader"),
     (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):
@@ -125,6 +132,34 @@ def test_bad_options(tmp_path, monkeypatch, given, message):
         planned(compared(tmp_path / "out", **given))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_streamed_data_sets(tmp_path, monkeypatch):
+    """A stand-in for timm's readers of webdataset and tfds, which are not installed, gives the same 64 grey images."""
+    class Reader:
+        def __iter__(self):
+            return ((Image.new("L", (16, 16), 3 * index), index % 10) for index in range(64))
+
+        def __len__(self):
+            return 64
+
+        def set_loader_cfg(self, num_workers):
+            pass
+
+        def set_epoch(self, count):
+            epochs.append(count)
+
+    monkeypatch.setattr(data, "create_dataset", lambda *_, **__: IterableImageDataset("", reader=Reader()))
+    given = dict(dataset="tfds/mnist", data_dir="x", input_img_mode="L")
+    with pytest.raises(LabError, match="number of classes of data set 'tfds/mnist' is unknown: add --option num_classe"):
+        planned(compared(tmp_path / "out", **given))
+    with pytest.raises(LabError, match="images cannot be held out of a streamed data set: set val_split instead"):
+        planned(request(written(tmp_path, hold_out=4), tmp_path / "out", num_classes=10, **given))
+    with pytest.raises(LabError, match="a streamed data set is never complete in memory"):
+        planned(compared(tmp_path / "out", num_classes=10, device_images=True, **given))
+    epochs = []
+    run.run(one_run(tmp_path / "out", num_classes=10, **given))
+    assert epochs == [0, 1]
 
 
 def test_damaged_run_plans(tmp_path):
