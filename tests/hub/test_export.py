@@ -240,6 +240,10 @@ def test_labels_of_an_existing_data_set(tmp_path):
     assert config(tmp_path / "out")["label_names"] == [f"kind{number}" for number in range(7)]
     hub.export(folder, tmp_path / "out", "me/model", labels=list("abcdefg"))
     assert config(tmp_path / "out")["label_names"] == list("abcdefg")
+    for image in (tmp_path / "images").rglob("*.png"):
+        image.unlink()
+    hub.export(folder, tmp_path / "out", "me/model")
+    assert "label_names" not in config(tmp_path / "out")
 
 
 def test_files_contain_no_token(tmp_path, monkeypatch):

@@ -43,6 +43,10 @@ def test_models_that_config_json_cannot_reproduce(tmp_path):
     unknown = tiny()
     unknown.pretrained_cfg = {**unknown.pretrained_cfg, "architecture": "vit_unheard_of"}
     assert "'vit_unheard_of' is not registered with timm" in message(unknown, tmp_path / "out")
+    unknown.pretrained_cfg["architecture"] = "vgg11"
+    assert "'vgg11' has no variant, so config.json cannot store its connections" in message(unknown, tmp_path / "out")
+    classes = tiny(act_layer=torch.nn.ReLU)
+    assert "config.json cannot store the arguments of the model: " in message(classes, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

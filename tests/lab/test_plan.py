@@ -120,7 +120,7 @@ def test_only_some_cells(tmp_path):
     assert names(("lr", "0.001"), ("lr", "0.01")) == names(("lr", "0.001,1.0e-2")) == names()
     with pytest.raises(LabError, match=r"--only lr=0.1: the values of lr are 1e-3; 0.01"):
         names(("lr", "0.1"))
-    with pytest.raises(LabError, match="--only lr=high: the values of lr are 1e-3; 0.01"):
+    with pytest.raises(LabError, match=r"--only lr=high: the values of lr are 1e-3; 0.01"):
         names(("lr", "high"))
     with pytest.raises(LabError, match="--only depth: the study has no such axis, only lr, connection"):
         names(("depth", "3"))

@@ -24,7 +24,7 @@ from timm_ortho.lab.running import run
     (dict(options={"epoch": 3}), "options accepts no key 'epoch'; did you mean 'epochs'"),
     (dict(options={"learning_rat": 3}), "options accepts no key 'learning_rat'; did you mean 'lr'?"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
-    (dict(grid={"x": {"a": 3}}), "axis 'x', value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
+    (dict(grid={"x": {"a": 3}}), "value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
      "value 'a' accepts no key 'conection'; did you mean 'connection'"),
@@ -151,7 +151,7 @@ def test_streamed_data_sets(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data, "create_dataset", lambda *_, **__: IterableImageDataset("", reader=Reader()))
     given = dict(dataset="tfds/mnist", data_dir="x", input_img_mode="L")
-    with pytest.raises(LabError, match="number of classes of data set 'tfds/mnist' is unknown: add --option num_classe"):
+    with pytest.raises(LabError, match="number of classes of data set 'tfds/mnist' is unknown: add --option num_cla"):
         planned(compared(tmp_path / "out", **given))
     with pytest.raises(LabError, match="images cannot be held out of a streamed data set: set val_split instead"):
         planned(request(written(tmp_path, hold_out=4), tmp_path / "out", num_classes=10, **given))
