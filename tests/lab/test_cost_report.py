@@ -29,6 +29,15 @@ def test_changes_of_scale_small():
     assert cost_report.load("overhead", "paper")[0]["changed"] == cost_report.load("gamma", "small")[0]["changed"] == []
 
 
+def test_rows_of_each_table(monkeypatch):
+    models = ["vit_small", "resnet18"]
+    rows = measure.rows("parameters", {"models": models})
+    assert {row["model"] for row in rows if "paper" in row["connection"]} == {"vit_small"}  # Table 1a is of ViTs
+    assert {row["model"] for row in rows if "extra_parameters" in row} == {*models}
+    monkeypatch.setattr(measure, "overhead", lambda **given: [given])
+    assert measure.rows("overhead", {"models": models}, "cpu") == [{"models": models, "device": "cpu"}]
+
+
 def test_the_command_measures_and_reports(tmp_path, capsys):
     output = tmp_path / "out"
     assert cli.main(["cost", "gamma", "--scale", "smoke", "--output", str(output)]) == 0

@@ -12,6 +12,7 @@ from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
+from timm_ortho.lab.running import launcher
 from timm_ortho.lab.train_options import defaults
 
 NAMES = sorted(design.shipped())
@@ -167,7 +168,7 @@ def test_paper_scale_uses_the_papers_recipe():
     assert (resnet.options.lr, resnet.options.decay_rate, resnet.options.opt) == (0.1, 0.2, "momentum")
 
 
-def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, capsys):
+def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, monkeypatch, capsys):
     arguments = ["study", "plan", "accuracy", "--scale", "paper", "--dataset", "imagenet1k", "--data-dir", "nowhere",
                  "--train-py", str(STAND_IN), "--seeds", "1", "--device", "cpu", "--output", str(tmp_path / "out"),
                  "--only", "model=vit_s"]
@@ -177,6 +178,9 @@ def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, capsys):
         f"model=vit_s-{connection}-seed0" for connection in ("linear", "feature")]
     assert "left out: resnetv2_18_cifar: the paper has no recipe for imagenet1k" in said
     assert len(plan.read(tmp_path / "out")["left_out"]) == sum(line.startswith("left out") for line in said) == 4
+    monkeypatch.setattr(launcher, "local", lambda *_: {})
+    assert cli.main(["study", "run", *arguments[2:]]) == 0
+    assert "timm-ortho: left out: resnetv2_18_cifar: the paper has no recipe for imagenet1k" in capsys.readouterr().err
     nothing = request("accuracy", tmp_path / "out", scale="paper", dataset="torch/fashion_mnist", train_py=STAND_IN)
     with pytest.raises(LabError, match="nothing of study 'accuracy' can be run: vit_small: the paper has no recipe"):
         plan.plan(nothing)

@@ -87,12 +87,19 @@ def test_bad_study(tmp_path, monkeypatch, changed, message):
 ])
 def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TIMM_DIR", raising=False)
     assert cli.main(["study", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert not list(tmp_path.iterdir())
+
+
+def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIMM_DIR", str(tmp_path / "timm"))
+    assert cli.main(["study", "plan", "accuracy", "--scale", "paper", "--dataset", "cifar10", "--data-dir", "x"]) == 2
+    assert f"there is no {tmp_path / 'timm' / 'train.py'}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -102,10 +102,7 @@ def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, No
         return requested
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
         requested = None
-    cfg = get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
-    if cfg is None:
-        raise RuntimeError(f"Invalid pretrained tag ({requested}) for {name}.")
-    return cfg
+    return get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
 
 
 # Arguments of timm.create_model that are not stored in config.json.

@@ -40,9 +40,7 @@ class Difference:
 
     @property
     def why_no_interval(self) -> str:
-        """The reason why there is no interval, or an empty string if there is an interval."""
-        if self.half_width is not None:
-            return ""
+        """The reason why there is no interval, if `half_width` is None."""
         if self.pairs < 2:
             return "one pair"
         return f"{'both' if self.pairs == 2 else f'all {self.pairs}'} pairs have the same difference"
