@@ -267,6 +267,19 @@ def test_a_damaged_checkpoint_is_a_one_line_error(tmp_path, monkeypatch, capsys)
     assert last.stat().st_size == 1000
     assert read(folder / "sessions.json")[-1]["error"] == line.removeprefix("timm-ortho: ")
 
+    def full(*_):
+        raise LabError("the disk is full")
+
+    monkeypatch.setattr(run, "write_json", full)
+    assert run.main([str(folder)]) == 2
+    assert {*capsys.readouterr().err.splitlines()} == {"timm-ortho: the disk is full", line}
+
+
+def test_a_training_that_ends_too_early_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(train.Training, "train", lambda _: None)
+    with pytest.raises(LabError, match=r"linear-seed0 has 0 of 2 epochs after its training ended: see log\.txt"):
+        run.run(one_run(tmp_path / "out", "linear"))
+
 
 def test_incomplete_lines_are_rewritten(tmp_path, monkeypatch, whole):
     parts = one_run(tmp_path / "parts")
