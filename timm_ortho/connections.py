@@ -64,6 +64,7 @@ class SiteSpec:
         depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
         tokens_apart: Whether ``global`` has one projection per token, see :class:`timm_ortho.blocks.BlockSpec`.
         in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
+        index, count: Index of the site in the call of ``connect``, and number of sites. Skips may depend on them.
     """
 
     name: str = ""
@@ -72,6 +73,8 @@ class SiteSpec:
     depth: int = 0
     tokens_apart: bool = False
     in_place: bool = False
+    index: int = 0
+    count: int = 1
 
 
 NO_SITE = SiteSpec()

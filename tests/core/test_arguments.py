@@ -175,6 +175,25 @@ def test_parts_count_their_own_layers():
     assert connection_arguments(model) == {**arguments, "layers": [0, 1, 2, 3]}
 
 
+@pytest.mark.parametrize(("skip", "refused"), [
+    ("orthogonal_tp", ()), ("orthogonal_random", ("end", "twice")), ("scaled", ("start", "end", "twice"))])
+def test_parts_have_no_arguments_if_their_skips_depend_on_the_whole_model(skip, refused):
+    def skips(model):
+        return [(site.connection.skip.seed, site.connection.skip.own) for site in sites(model)]
+
+    blocks = connect(timm.create_model("vit_test_linear"), skip=skip).blocks
+    twice = nn.ModuleList([blocks, copy.deepcopy(blocks)])
+    parts = {"whole": blocks, "start": blocks[:2], "end": blocks[2:], "twice": twice}
+    for name, part in parts.items():
+        if name in refused:
+            with pytest.raises(ValueError, match=f"skip '{skip}' depends on .* these {len(sites(part))} sites are not "
+                                                 "the 8 sites of one call of connect: use the arguments of the whole"):
+                connection_arguments(part)
+        else:
+            arguments, expected = connection_arguments(part), skips(part)
+            assert skips(connect(copy.deepcopy(part), **arguments)) == expected
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_saved_config_connects_the_loaded_model(transformers, tmp_path, name):

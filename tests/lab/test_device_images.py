@@ -19,10 +19,10 @@ from torchvision.transforms.v2 import functional as F
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.planning import design, plan, trainers
 from timm_ortho.lab.planning.deviations import deviations
 from timm_ortho.lab.running import loop, run
-from timm_ortho.lab.train_options import DEVICE_OPTIONS
+from timm_ortho.lab.train_options import DEVICE_OPTIONS, RANGES, known_options
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
@@ -344,14 +344,31 @@ def test_bad_options(changes, message):
 
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize(("key", "value", "message"), [
+    ("hflip", 2, "2.0, but must be a number from 0 to 1"),
+    ("mixup_prob", 3, "3.0, but must be a number from 0 to 1"),
+    ("reprob", -0.1, "-0.1, but must be a number from 0 to 1"),
+    ("vflip", float("nan"), "nan, but must be a number from 0 to 1"),
+    ("recount", -1, "-1, but must be at least 0"),
+    ("cutmix", float("inf"), "inf, but must be at least 0 and finite"),
+    ("val_num_samples", 0, "0, but must be at least 1"),
     ("scale", [1.0, 0.5], r"\[1.0, 0.5\], but must be two positive numbers in ascending order"),
     ("ratio", [0.0, 1.0], r"\[0.0, 1.0\], but must be two positive numbers"),
     ("ratio", [1.0], r"\[1.0\], but must be two positive numbers"),
+    ("cutmix_minmax", [0.9, 0.2], r"\[0.9, 0.2\], but must be two different numbers from 0 to 1 in ascending order"),
+    ("cutmix_minmax", [0.5, 0.5], r"\[0.5, 0.5\], but must be two different numbers"),
     ("mixup_mode", "foo", "'foo', but must be batch, pair or elem"),
+    ("remode", "foo", "'foo', but must be const, rand or pixel"),
 ])
-def test_values_that_timm_does_not_check(on_device, key, value, message):
+def test_values_that_timm_does_not_check(monkeypatch, on_device, key, value, message):
+    monkeypatch.delattr(trainers, "open_source")  # the values are checked before the data set is opened
     with pytest.raises(LabError, match=f"option '{key}' is {message}"):
         training(device_images=on_device, mixup=0.4, **{key: value})
+
+
+def test_ranges_are_of_options():
+    names = [name for *_, names in RANGES for name in names.split()]
+    assert len(set(names)) == len(names)
+    assert set(names) <= known_options().keys()
 
 
 def test_images_that_do_not_fit(monkeypatch):

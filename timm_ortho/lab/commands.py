@@ -15,7 +15,7 @@ from .costs import cost_report
 from .costs.cost_report import cost
 from .folder import RunPlan
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
-from .planning.plan import STUDY, StudyPlan, plan, points_of
+from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
 from .reporting import card_file, report
 from .reporting.collect import collect, status
@@ -193,10 +193,12 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     else:
         output = output or folders[0]
         parts = collect(folders)
+        own = [folder for folder in parts  # other folders may be read-only
+               if (folder / STUDY).is_file() and folder.resolve() == output.resolve()]
+        refuse_links(*(folder / point["run"] for folder in own for point in read(folder)["places"]))
         text = _report(list(parts.values()), output)
-        for folder, (study, runs, *_) in parts.items():
-            if (folder / STUDY).is_file() and folder.resolve() == output.resolve():  # other folders may be read-only
-                card_file.write(folder, study, runs)
+        for folder in own:
+            card_file.write(folder, *parts[folder][:2])
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text

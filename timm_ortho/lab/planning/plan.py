@@ -20,7 +20,7 @@ from ..._text import file_name
 from ..._yaml import dump_yaml
 from ...models.names import base_name
 from ...runs.folders import import_modules
-from .. import LabError, write_text
+from .. import LabError, refuse_links, write_text
 from ..data import Source
 from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
@@ -53,7 +53,7 @@ class StudyPlan:
 
         Raises:
             LabError: The output is not a folder, or contains files but no readable `study.yaml`, or a study with other
-                settings or images, or a run with other options.
+                settings or images, or a run with other options, or a link in place of a run or in the folder of a run.
         """
         def key(point: Mapping[str, Any]) -> tuple:
             return point["cell"], point["connection"], point["seed"]
@@ -67,6 +67,7 @@ class StudyPlan:
             if (folder / PLAN).is_file():
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
+        refuse_links(*(self.folder / point["run"] for point in self.points))
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": self.study, "places": self.points}
