@@ -251,7 +251,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if kernels_for(x) is not None and is_orthogonal(self):
+        if kernels_for(x) is not None and can_fuse_norm(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 return both
@@ -261,7 +261,7 @@ class FeatureConnection(Connection):
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
 
 
-def is_orthogonal(connection: nn.Module) -> bool:
+def can_fuse_norm(connection: nn.Module) -> bool:
     """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
     return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
             and connection.groups == 1 and connection.skip is None and connection.keep == "output"

@@ -52,10 +52,11 @@ def register_block(
         keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
             output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
-        mask: Name of the method's argument with the attention mask. None for the mask of a registered base class.
-            Required for other classes if the name of an argument contains ``mask``. Connections with one projection per sample use the mask to exclude padding, see
-            :func:`timm_ortho.masks.real_tokens`. True must allow attention, as in ``scaled_dot_product_attention``.
-            Pass ``""`` for a mask with the opposite meaning, as in ``nn.MultiheadAttention``, or without padding.
+        mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
+            mask to exclude padding, see :func:`timm_ortho.masks.real_tokens`. True must allow attention, as in
+            ``scaled_dot_product_attention``. Pass ``""`` for a mask with the opposite meaning, as in
+            ``nn.MultiheadAttention``, or without padding. None for the mask of a registered base class. Other classes
+            need a value if the name of an argument contains ``mask``.
         mask_layout: Layout of masks with two axes: ``"scores"`` for ``[N, N]``, ``"keys"`` for ``[B, N]``.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
             connections with one projection per sample. A string names an attribute that is true in causal blocks. The
@@ -139,18 +140,20 @@ def _mask(block: type, method: str, mask: Optional[str]) -> str:
     arguments = signature(getattr(block, method)).parameters
     masks = [name for name in arguments if "mask" in name]
     if mask is None:
-        names = map(lookup.class_name, block.__mro__)
-        mask = next((spec.mask for name in names if (spec := lookup.SPECS.get(name)) and spec.mask in arguments), None)
-    if mask is None and masks:
-        raise ValueError(
-            f"{masks[0]!r} may be an attention mask: pass mask={masks[0]!r} if True allows attention, or mask='' if "
-            "True forbids attention, as in nn.MultiheadAttention, or if the mask does not mark padding")
+        known = next(filter(None, (lookup.SPECS.get(lookup.class_name(cls)) for cls in block.__mro__)), None)
+        if known and (known.mask in masks or not masks):
+            return known.mask
+        if masks:
+            raise ValueError(
+                f"{masks[0]!r} may be an attention mask: pass mask={masks[0]!r} if True allows attention, or mask='' "
+                "if True forbids attention, as in nn.MultiheadAttention, or if the mask does not mark padding")
+        return ""
     if mask and mask not in arguments:
         raise ValueError(f"{block.__name__}.{method} has no argument {mask!r}: correct mask, or pass mask=''")
-    if mask and mask.endswith("key_padding_mask"):
+    if mask.endswith("key_padding_mask"):
         raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
                          "or give the block the inverted mask under another name")
-    return mask or ""
+    return mask
 
 
 def _code(width: Any) -> Any:
