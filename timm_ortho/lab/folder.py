@@ -146,7 +146,7 @@ class RunPlan:
         """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
         refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
+        write_text(folder / PLAN, dump_yaml(asdict(self), sort_keys=False))
         self.write_options(folder)
         if not (folder / CARD).is_file():
             self.write_card(folder)
@@ -155,7 +155,7 @@ class RunPlan:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
-            write_text(folder / stage.folder / "args.yaml", dump_yaml(_plain(dict(stage.options))))
+            write_text(folder / stage.folder / "args.yaml", dump_yaml(stage.options))
 
     def write_card(self, folder: Path, result: Optional[Mapping[str, Any]] = None, **of_study: Any) -> None:
         """Write the `card.json` of each stage, which refers to the last stage.
@@ -201,11 +201,6 @@ def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
     return CardValues(**{
         "trainer": result.get("trainer", "train.py"), "labels": result.get("labels") or (), "top1": top1,
         "made_with": {key: value for key, value in made.items() if value}, **of_study})
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with its tuples replaced by lists, because YAML has no tuples."""
-    return json.loads(json.dumps(value))
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
