@@ -36,8 +36,10 @@ from timm_ortho.lab.planning import design
     (dict(baseline="linear"), "baseline is 'linear', but must be a mapping"),
     (dict(connections="feature"), "connections is 'feature', but must be a list"),
     (dict(grid={"x": {"a": {"connection": ["feature"]}}}), "connection is ['feature'], but must be text"),
-    (dict(grid={"seed": [1, 2]}), "a seed cannot be an axis: use the key seeds, or --seeds"),
-    (dict(grid={"dataset": ["digits"]}), "a data set cannot be an axis: use --dataset"),
+    (dict(grid={"seed": [1, 2]}), "'seed' cannot be an axis, because all cells have the same seeds: use the key seeds"),
+    (dict(grid={"in_chans": [1, 3]}), "'in_chans' cannot be an axis, because all cells have the same images: set it"),
+    (dict(grid={"x": {"a": {"data_dir": "b"}}}), "axis 'x', value 'a': 'data_dir' cannot be an axis"),
+    (dict(scales={"smoke": {"grid": {"train_num_samples": [9]}}}), "'train_num_samples' cannot be an axis"),
     (dict(grid={"scale": [[0.5, 1.0]]}), "axis 'scale': values that are lists or mappings need names: {NAME: {sca"),
     (dict(scales={"smoke": {"grid": {"scale": [[0.5, 1.0]]}}}), "axis 'scale': values that are lists or mappings need"),
 ])
