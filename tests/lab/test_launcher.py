@@ -533,6 +533,49 @@ def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
         launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
 
 
+@pytest.mark.parametrize(("jobs", "squeue", "failed"), [
+    ([RESULT], [0, 1, 1, 0], None),
+    ([None, None, RESULT], [0] * 4, None),
+    ([None, "new"], [0] * 3, "new"),
+    ([None, None, None], [0] * 4, "its process ended without a result"),
+])
+def test_slurm_jobs_of_a_run_that_failed_before(tmp_path, monkeypatch, capsys, jobs, squeue, failed):
+    """Each job writes a result or an error, or dies before it writes a session. The numbers are squeue's exit status.
+    """
+    (tmp_path / "a").mkdir()
+    sessions, submitted, answers = [{"error": "old"}], [], iter(squeue)
+
+    def submit(self, root, runs, names):
+        (root / "a" / "job").write_text("7")
+        submitted.append(jobs[len(submitted)])
+
+    def answer(*_, **__):
+        status, job = next(answers), (submitted or [None])[-1]
+        if job == RESULT and not status:
+            (tmp_path / "a" / RESULT).write_text('{"top1": 50.0, "seconds": 1.0}')
+        sessions.extend([{"error": job}] if job == "new" else [])
+        (tmp_path / "a" / "sessions.json").write_text(json.dumps(sessions))
+        return SimpleNamespace(returncode=status, stdout="", stderr="Socket timed\nout")
+
+    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
+    monkeypatch.setattr(launcher.Slurm, "_submit", submit)
+    monkeypatch.setattr(launcher.subprocess, "run", answer)
+    failures = launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+    assert failures == ({"a": f"{failed}, see {tmp_path / 'a' / LOG}"} if failed else {})
+    assert (submitted, list(answers)) == (jobs, [])
+    errors = capsys.readouterr().err
+    assert errors.count("squeue failed: Socket timed out; it is called again in 0 s") == sum(squeue)
+
+
+def test_slurm_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    """Without a first answer, it is unknown which runs are queued, so none is submitted."""
+    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
+    monkeypatch.setattr(
+        launcher.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="Socket timed\nout"))
+    with pytest.raises(LabError, match=r"^squeue failed: Socket timed out$"):
+        launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+
+
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
     def none(**_):
         raise RuntimeError("Could not detect srun")

@@ -320,12 +320,13 @@ def state(folder: Path) -> tuple[str, str]:
     return ("stopped", done) if session else ("waiting", "")
 
 
-def last_session(folder: Path) -> dict:
+def last_session(folder: Path, first: int = 0) -> dict:
     """Return the entry in `sessions.json` of the last process that trained the run, {} if there was none.
 
-    The entry has an `error` only if the run failed, not if the user interrupted it.
+    Entries before the index `first` are ignored. The entry has an `error` only if the run failed, not if the user
+    interrupted it.
     """
-    return (read_json(folder / SESSIONS) or [{}])[-1]
+    return [{}, *(read_json(folder / SESSIONS) or [])[first:]][-1]
 
 
 def with_last_words(folder: Path, reason: str) -> str:
