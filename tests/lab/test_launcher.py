@@ -498,7 +498,7 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
 
 def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
+    (tmp_path / "a" / RESULT).write_text('{"top1": null}')
     launcher._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
     assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
 
@@ -552,7 +552,7 @@ def test_slurm_jobs_of_a_run_that_failed_before(tmp_path, monkeypatch, capsys, j
     def answer(*_, **__):
         status, job = next(answers), (submitted or [None])[-1]
         if job == RESULT and not status:
-            (tmp_path / "a" / RESULT).write_text('{"top1": 50.0, "seconds": 1.0}')
+            (tmp_path / "a" / RESULT).write_text('{"top1": 50.0}')
         sessions.extend([{"error": job}] if job == "new" else [])
         (tmp_path / "a" / "sessions.json").write_text(json.dumps(sessions))
         return SimpleNamespace(returncode=status, stdout="", stderr="Socket timed\nout")

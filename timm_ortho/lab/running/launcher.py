@@ -116,7 +116,7 @@ class _Progress:
         self.finished.add(name)
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
-        seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
+        seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
         self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
