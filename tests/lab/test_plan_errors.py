@@ -114,7 +114,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(sched="cosin"), r"cosin"),
     (dict(kd_model_name="resnet50"), r"has 'kd_model_name', but the lab's own loop does not: remove the option"),
     (dict(device="abacus"), r"there is no device 'abacus'"),
-    (dict(amp=True, amp_dtype="int8"), r"amp_dtype is 'int8'"),
+    (dict(amp=True, amp_dtype="int8"), r"option 'amp_dtype' is 'int8', but must be one of 'float16', 'bfloat16'$"),
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
     (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(split 'train'\) cannot be read: .* its files in .*Fa"),
     (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' .* cannot be read: .* can download t"),
