@@ -13,7 +13,7 @@ from .._text import aligned
 from . import LabError, refuse_links
 from .costs import cost_report
 from .costs.cost_report import cost
-from .folder import RunPlan
+from .folder import RunPlan, read_as
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
@@ -189,7 +189,8 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     """
     if len(folders) == 1 and folders[0].suffix == ".json":
         output = output or folders[0].parent
-        text = rewrite(json.loads(folders[0].read_text(encoding="utf-8")), output)
+        parts = read_as(folders[0], lambda text: _parts(json.loads(text)), "choose the results.json of a report")
+        text = _report(parts, output)
     else:
         output = output or folders[0]
         parts = collect(folders)
@@ -206,8 +207,12 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
 
 def rewrite(results: Mapping[str, Any], folder: Path) -> str:
     """Write a report again from the contents of its `results.json`, and return its main table as text."""
-    parts = results.get("parts", [results])
-    return _report([(part["study"], part["runs"], part["unfinished"], part.get("recorded")) for part in parts], folder)
+    return _report(_parts(results), folder)
+
+
+def _parts(results: Mapping[str, Any]) -> list[tuple]:
+    return [(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
+            for part in results.get("parts", [results])]
 
 
 def _report(parts: Sequence[tuple], folder: Path) -> str:

@@ -209,27 +209,27 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
 
-def _read(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder} to train the run again") -> Any:
-    """Parse a file. A missing or damaged file raises a LabError with the advice about its folder."""
+def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder} to train the run again") -> Any:
+    """Parse a file. A missing or damaged file, or one without an expected key, raises a LabError with the advice."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError) as error:
+    except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError) as error:
         raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a JSON Lines file as dicts, [] if the file does not exist."""
-    return _read(path, json_lines) if path.is_file() else []
+    return read_as(path, json_lines) if path.is_file() else []
 
 
 def read_json(path: Path) -> Any:
     """Return the contents of a JSON file, None if it does not exist."""
-    return _read(path, json.loads) if path.is_file() else None
+    return read_as(path, json.loads) if path.is_file() else None
 
 
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
     """Return the contents of a YAML file. The error for a damaged file ends with the advice."""
-    return _read(path, load_yaml, advice)
+    return read_as(path, load_yaml, advice)
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:

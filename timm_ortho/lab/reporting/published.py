@@ -21,6 +21,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, without_nan
 from .. import LabError, one_line, whole_file, write_text
+from ..folder import read_as
 from .layout import grouped
 
 STUDY = "study.json"
@@ -61,8 +62,11 @@ def folder_name(study: Mapping[str, Any]) -> str:
 
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
-    values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
-    study, runs = values["study"], values["runs"]
+    def values_of(text: str) -> tuple:
+        values = json.loads(text)
+        return values["study"], values["runs"], values["recorded"]
+
+    study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
             file = folder / f"{table}.csv.gz"
@@ -70,7 +74,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
             for number, run in enumerate(runs):
                 rows = by_run.get(number, [])
                 run[key] = _probes(rows) if table == "probe" else rows
-    return study, runs, values["recorded"]
+    return study, runs, recorded
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
