@@ -27,7 +27,7 @@ from .layout import grouped
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
-COARSE = {"images_per_second", "seconds"}  # columns with four significant digits
+COARSE = {"train_images_per_second", "train_seconds"}  # columns with four significant digits
 LARGEST = 2**28  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
