@@ -403,9 +403,9 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     request = compared(tmp_path / "out", ["linear"], **EVERYTHING)
     assert commands.run(request) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[0].endswith("; images: on the device")
-    assert "The decoded images are stored on the device, where whole batches are augmented." in (
-        tmp_path / "out" / "report.md").read_text()
+    sentence = "The decoded images are stored on the device, where whole batches are augmented."
+    assert sentence in printed.err.splitlines()[1]
+    assert sentence in (tmp_path / "out" / "report.md").read_text()
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0

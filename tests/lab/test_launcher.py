@@ -201,10 +201,10 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
     requested = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
     assert study.run(requested) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
-        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2; "
-        "images: through the loader",
-        "digits: 100 training images, 32 validation images (split 'test'), 10 classes, channels: 1, image size: "
-        "16 x 16 (set by --img-size; the first image of the data set has 8 x 8)"]
+        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; data: digits; connections: linear, feature; seeds: 3, 5; "
+        "epochs: 2",
+        "The images have 16 x 16 pixels (set by --img-size; the first image of the data set has 8 x 8 pixels), 1 "
+        "channel and 10 classes. There are 100 training images and 32 test images (split “test”)."]
 
 
 class Terminal(io.StringIO):

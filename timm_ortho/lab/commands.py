@@ -150,19 +150,10 @@ def run(
 def _opening(planned: StudyPlan) -> list[str]:
     """Return the lines that describe the runs and their images. They are printed before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
-    lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
-             f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
-             f"{' or '.join(map(str, epochs))}"]
-    data = study.get("data")
-    if data:
-        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
-        size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
-        resized = f"; the first image of the data set has {first}" if first and first != size else ""
-        lines.append(
-            f"{study['dataset']}: {data['train']} training images, {data['validation']} validation images (split "
-            f"'{data['validation_split']}'), {data['classes']} classes, channels: {data['channels']}, image size: "
-            f"{size or 'several'} (set by {data['size_from']}{resized})")
-    return lines
+    runs = (f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; data: {study['dataset']}; "
+            f"connections: {', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
+            f"{' or '.join(map(str, epochs))}")
+    return [runs, *filter(None, [" ".join(report.of_data(Layout.of(study)))])]
 
 
 def _threads_for(run_plan: RunPlan) -> int:
