@@ -319,6 +319,15 @@ class _Router(ast.NodeTransformer):
             self.conditions.append(node.test)
         return node
 
+    def _visit_repeated(self, node: ast.AST) -> ast.AST:
+        """Visit a statement whose body may run zero times or be left by an exception: its conditions end with it."""
+        outer = len(self.conditions)
+        self.generic_visit(node)
+        del self.conditions[outer:]
+        return node
+
+    visit_For = visit_While = visit_Try = _visit_repeated
+
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
         return node

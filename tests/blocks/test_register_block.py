@@ -286,6 +286,34 @@ def test_one_layer_and_another_method():
     model(tokens()).sum().backward()
 
 
+class Looped(MyBlock):
+    adapters, fast = (), True
+
+    def forward(self, x):
+        for adapter in self.adapters:
+            x = adapter(x)
+            if self.fast:
+                return x
+        return x + self.f(x)
+
+
+def test_a_loop_may_run_zero_times():
+    """A condition inside the loop does not decide whether a call reaches the addition after the loop."""
+    timm_ortho.register_block(Looped, stream="x", kinds=("mlp",), bypass=True)
+    assert len(sites(connect(nn.Sequential(Looped()), "feature"))) == 1
+
+
+def test_a_cell_that_registers_a_class_again():
+    class Block(MyBlock):
+        def forward(self, x):
+            return x + self.f(x)
+
+    for _ in range(2):
+        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: block.f.out_features)
+    with pytest.raises(ValueError, match="already registered with width="):
+        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: 8)
+
+
 def test_a_class_that_is_defined_again_needs_its_own_registration():
     """A notebook cell that runs twice defines its class twice."""
     def define():
@@ -385,12 +413,13 @@ def enclosed():
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention"), dim=1), ValueError,
      r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, or "
      "register a subclass$"),
-    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("attention", "mlp")), ValueError,
-     "Block is already registered with another description: connect without"),
+    (timm.models.xcit.ClassAttentionBlock, dict(stream=("x", "x_res"), kinds=("attention", "mlp")), ValueError,
+     "ClassAttentionBlock is already registered with another description: connect without"),
     (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
      r"found 0 \(none\); only \+ and \+= are replaced: write torch.add\(x, f\) as x \+ f$"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
-    (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "a fused operation"),
+    (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp"), mask=""), RoutingError,
+     "a fused operation"),
     (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"last summand of .*self.g\(x\)' would stay linear"),
     (Static, dict(stream="x", kinds=("mlp",), method="add"), RoutingError, "add is a static or class method"),
     (Lambda, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
