@@ -2,13 +2,15 @@
 import copy
 import sys
 import warnings
-from typing import Any, Dict, Optional
+from inspect import signature
+from typing import Any, Dict, List, Optional
 
 from torch import nn
 
 from .blocks import host_class, reached, spec_of, written_class
-from .connections import CONNECTIONS
+from .connections import CONNECTIONS, SiteSpec
 from .model_sites import sites
+from .skips import SKIPS, known_skip
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
@@ -31,8 +33,9 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         the model creates.
 
     Raises:
-        ValueError: Parts of the model were connected with different arguments or not at all, or the connection is not
-            registered.
+        ValueError: Parts of the model were connected with different arguments or not at all, the connection is not
+            registered, or the model is a part of the connected model and its skip depends on the whole model, as
+            ``orthogonal_random`` and ``scaled`` do.
     """
     connected = sites(model)
     if not connected:
@@ -49,12 +52,27 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         arguments = {"connection": "linear", **{name: arguments[name] for name in arguments if name.startswith("skip")}}
     expected = [site for site in connected if site.layer in arguments.get("layers", [site.layer])
                 and site.kind in arguments.get("kinds", [site.kind])]
-    if any(call != calls[0] for call in calls) or (chosen and (not arguments or chosen != expected)):
+    if chosen and not any(calls):
+        raise ValueError("the code of the model made its connections, and their arguments are not stored: connect the "
+                         "whole model with one call")
+    if any(call != calls[0] for call in calls) or (chosen and chosen != expected):
         raise ValueError("the sites have different connections: connect the whole model with one call")
     if arguments and arguments["connection"] not in CONNECTIONS:
         raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
                          "store it: register it with timm_ortho.register_connection, and connect the model by its name")
+    if "skip" in arguments:
+        _check_skips(arguments["skip"], [site.connection.site for site in connected])
     return arguments
+
+
+def _check_skips(skip: str, connected: List[SiteSpec]) -> None:
+    """Raise ValueError if one call of ``connect`` would make other transforms of the stream at these sites."""
+    parameters = signature(SKIPS[known_skip(skip)][1]).parameters
+    if ("site" in parameters and any(spec.index != index for index, spec in enumerate(connected))) or (
+            "count" in parameters and any(spec.count != len(connected) for spec in connected)):
+        raise ValueError(f"skip {skip!r} depends on the position or number of the sites, and these {len(connected)} "
+                         f"sites are not the {connected[0].count} sites of one call of connect: use the arguments of "
+                         "the whole model, or connect this model again with one call")
 
 
 def _plain_block(model: nn.Module) -> Optional[str]:

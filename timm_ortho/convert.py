@@ -251,6 +251,9 @@ def connect(
             for made in connections.values():
                 made.causal = block.spec.causal is None
         converted.append((module, cls, connections))
+    everywhere = [made for _, _, connections in converted for made in connections.values()]
+    for index, made in enumerate(everywhere):
+        made.site = replace(made.site, index=index, count=len(everywhere))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
             module.__class__ = cls

@@ -116,6 +116,8 @@ class Route:
         mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method lacks it.
         library: Library of the block, for errors: ``"timm 1.0.31"``.
         sides_differ: Whether the sides of an ``if`` have different additions, which then do not share numbers.
+        keeps_order: Whether a branch on the left is computed before a stream that contains a call, because both may
+            draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
@@ -139,7 +141,7 @@ class Route:
 
     def __init__(
             self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
-            sides_differ: bool = False,
+            sides_differ: bool = False, keeps_order: bool = False,
     ) -> None:
         self.block, self.name = block, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
@@ -160,10 +162,16 @@ class Route:
         except (OSError, TypeError, SyntaxError) as error:
             raise RoutingError(f"{where}: the source of {method} cannot be read: "
                                f"{getattr(error, 'msg', error)}; define the class in a file") from None
+        wrapper = getattr(block, method)
+        # transformers wraps methods when a class is defined, and therefore also the method of the subclass
+        if (wrapper is not self.method and not getattr(tree.body[0], "decorator_list", ())
+                and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
+            raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
+                               "the wrapper as a decorator in the class")
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = _Router(sums, self.method, mask, sides_differ)
+        router = _Router(sums, self.method, mask, sides_differ, keeps_order)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
@@ -214,6 +222,8 @@ class Route:
         try:
             exec(code, self.method.__globals__, local)
             method = local[self.method.__name__]
+            plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
+            plain.__defaults__, plain.__kwdefaults__ = self.method.__defaults__, self.method.__kwdefaults__
             method.__qualname__ = f"{name}.{method.__name__}"
             method.__doc__ = self.method.__doc__
             routed = type(self.block)(name, (self.block,), {
@@ -231,9 +241,11 @@ class Route:
 class _Router(ast.NodeTransformer):
     """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run."""
 
-    def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool) -> None:
+    def __init__(
+            self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool, keeps_order: bool,
+    ) -> None:
         self.sums = sums
-        self.sides_differ = sides_differ
+        self.sides_differ, self.keeps_order = sides_differ, keeps_order
         self.streams = {stream for expected in sums for stream in expected.normalized}
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
@@ -260,7 +272,8 @@ class _Router(ast.NodeTransformer):
         connection, stream, branch = match
         if connection is None:
             return self.generic_visit(node)
-        return ast.copy_location(self._call(connection, stream, branch), node)
+        branch_first = self.keeps_order and stream is node.right
+        return ast.copy_location(self._call(connection, stream, branch, branch_first), node)
 
     def _is_sum(self, node: ast.expr) -> bool:
         return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
@@ -298,10 +311,14 @@ class _Router(ast.NodeTransformer):
         self.paths[number].append(tuple(self._known_conditions()))
         return expected.connection, summands[0], summands[1]
 
-    def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
+    def _call(self, connection: str, stream: ast.expr, branch: ast.expr, branch_first: bool = False) -> ast.Call:
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
-        call = ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
+        arguments = [stream, self.visit(branch)]
+        if branch_first and all(any(isinstance(node, ast.Call) for node in ast.walk(each)) for each in arguments):
+            keywords = [ast.keyword("f", arguments[1]), ast.keyword("x", arguments[0]), *keywords]
+            arguments = []
+        call = ast.Call(func=module, args=arguments, keywords=keywords)
         self.calls.append(call)
         return call
 
@@ -318,6 +335,15 @@ class _Router(ast.NodeTransformer):
         elif _leaves(node.orelse):
             self.conditions.append(node.test)
         return node
+
+    def _visit_repeated(self, node: ast.AST) -> ast.AST:
+        """Visit a statement whose body may run zero times or be left by an exception: its conditions end with it."""
+        outer = len(self.conditions)
+        self.generic_visit(node)
+        del self.conditions[outer:]
+        return node
+
+    visit_For = visit_While = visit_Try = _visit_repeated
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
@@ -464,7 +490,8 @@ class _Norms:
         for reader in following:
             _Replacement(norm, ast.Name(normed, ast.Load())).visit(reader)
         self.found[cast(ast.Attribute, call.func).attr] = cast(ast.Attribute, norm.func).attr
-        arguments = ", ".join(map(ast.unparse, (*call.args, norm.func, *call.keywords)))
+        reads = norm.func if call.args else ast.keyword("norm", norm.func)
+        arguments = ", ".join(map(ast.unparse, (*call.args, reads, *call.keywords)))
         return ast.parse(
             f"if torch.jit.is_scripting():\n"
             f"    {ast.unparse(statement)}\n"

@@ -6,8 +6,8 @@ import pytest
 from helpers.bench_runs import read
 
 from timm_ortho import bench, cli
-from timm_ortho.bench import results
-from timm_ortho.bench.results import METRICS, Result, quantiles, rows, tables, write_plot, write_rows
+from timm_ortho.bench import results, write_plot
+from timm_ortho.bench.results import METRICS, Result, quantiles, rows, tables, write_rows
 
 
 def group(**candidates):

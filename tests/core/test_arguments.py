@@ -140,6 +140,14 @@ def test_connections_that_were_replaced_by_hand_have_no_arguments(arguments, sou
         connection_arguments(model)
 
 
+def test_connections_of_the_models_own_code_have_no_arguments():
+    model = torch.nn.Module()
+    model.first, model.second = create_connection("feature", eps=0.5), create_connection("feature", eps=0.5)
+    with pytest.raises(ValueError, match="the code of the model made its connections, and their arguments are not"):
+        connection_arguments(model)
+    assert connection_arguments(connect(model, "feature")) == {"connection": "feature", "eps": 1e-6}
+
+
 def test_a_connection_on_its_own_has_no_site_and_copies_of_models_share_one_dict():
     assert create_connection("feature").site is NO_SITE is LinearConnection().site
     model = timm.create_model("vit_test_linear", connection="feature", connection_layers=[1])
@@ -173,6 +181,25 @@ def test_parts_count_their_own_layers():
     for block in model.blocks:
         connect(block, "global", layers=0, kinds="mlp")
     assert connection_arguments(model) == {**arguments, "layers": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(("skip", "refused"), [
+    ("orthogonal_tp", ()), ("orthogonal_random", ("end", "twice")), ("scaled", ("start", "end", "twice"))])
+def test_parts_have_no_arguments_if_their_skips_depend_on_the_whole_model(skip, refused):
+    def skips(model):
+        return [(site.connection.skip.seed, site.connection.skip.own) for site in sites(model)]
+
+    blocks = connect(timm.create_model("vit_test_linear"), skip=skip).blocks
+    twice = nn.ModuleList([blocks, copy.deepcopy(blocks)])
+    parts = {"whole": blocks, "start": blocks[:2], "end": blocks[2:], "twice": twice}
+    for name, part in parts.items():
+        if name in refused:
+            with pytest.raises(ValueError, match=f"skip '{skip}' depends on .* these {len(sites(part))} sites are not "
+                                                 "the 8 sites of one call of connect: use the arguments of the whole"):
+                connection_arguments(part)
+        else:
+            arguments, expected = connection_arguments(part), skips(part)
+            assert skips(connect(copy.deepcopy(part), **arguments)) == expected
 
 
 @torch.no_grad()

@@ -96,6 +96,17 @@ def made(name: str, **changes: Any) -> torch.nn.Module:
     return model.eval()
 
 
+def error_of_global(model: torch.nn.Module, kind: str) -> str:
+    """Return the error of global connections at the branches of one kind in a causal decoder."""
+    try:
+        connect(model, "global", kinds=kind)
+    except ValueError as error:
+        return str(error)
+    specs = dict.fromkeys(spec for module in model.modules() if (spec := spec_of(module)) and kind in spec.kinds)
+    return pytest.fail(f"connect accepts 'global' at the {kind} of a causal decoder: pass causal in a row of "
+                       f"blocks/transformers.py ({', '.join(spec.name for spec in specs)})", pytrace=False)
+
+
 def tokens(length: int = 9, count: int = 2) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
 

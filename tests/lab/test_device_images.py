@@ -15,10 +15,10 @@ from torchvision.transforms.v2 import functional as F
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.planning import design, plan, trainers
 from timm_ortho.lab.planning.deviations import deviations
 from timm_ortho.lab.running import loop, run
-from timm_ortho.lab.train_options import DEVICE_OPTIONS
+from timm_ortho.lab.train_options import DEVICE_OPTIONS, RANGES, known_options
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
@@ -312,7 +312,6 @@ def test_a_corrupt_image_is_named(several, tmp_path, capsys):
      r"the images cannot be stored on the device: 'aa' \(rand-m9\) exists only in the loader; "
      r"'rand_augment: \[N, M\]' is torchvision's RandAugment: use --no-device-images"),
     (dict(grayscale_prob=0.1), "'grayscale_prob' exists only in the loader"),
-    (dict(train_interpolation="foo"), "timm cannot build a run from these options: unknown name 'foo'"),
     (dict(color_jitter=[0.4, 0.4, 0.4, 0.9]), "hue values should be between"),
     (dict(crop_padding=0, train_crop_mode="rkrc"), "'train_crop_mode' rkrc exists only in the loader"),
     (dict(device_images=None), "option 'crop_padding' needs images that are stored on the device: add --device-images"),
@@ -324,14 +323,35 @@ def test_bad_options(changes, message):
 
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize(("key", "value", "message"), [
+    ("hflip", 2, "2.0, but must be a number from 0 to 1"),
+    ("mixup_prob", 3, "3.0, but must be a number from 0 to 1"),
+    ("reprob", -0.1, "-0.1, but must be a number from 0 to 1"),
+    ("vflip", float("nan"), "nan, but must be a number from 0 to 1"),
+    ("recount", -1, "-1, but must be at least 0"),
+    ("cutmix", float("inf"), "inf, but must be at least 0 and finite"),
+    ("val_num_samples", 0, "0, but must be at least 1"),
     ("scale", [1.0, 0.5], r"\[1.0, 0.5\], but must be two positive numbers in ascending order"),
     ("ratio", [0.0, 1.0], r"\[0.0, 1.0\], but must be two positive numbers"),
     ("ratio", [1.0], r"\[1.0\], but must be two positive numbers"),
-    ("mixup_mode", "foo", "'foo', but must be batch, pair or elem"),
+    ("cutmix_minmax", [0.9, 0.2], r"\[0.9, 0.2\], but must be two different numbers from 0 to 1 in ascending order"),
+    ("cutmix_minmax", [0.5, 0.5], r"\[0.5, 0.5\], but must be two different numbers"),
+    ("mixup_mode", "foo", "'foo', but must be one of 'batch', 'pair', 'elem'"),
+    ("remode", "foo", "'foo', but must be one of 'const', 'rand', 'pixel'"),
+    ("train_interpolation", "lanczos", "'lanczos', but must be one of 'random', 'bilinear', 'bicubic', ''"),
+    ("clip_mode", "foo", "'foo', but must be one of 'norm', 'value', 'agc'"),
+    ("lr_base_scale", "foo", "'foo', but must be one of 'linear', 'sqrt', ''"),
+    ("worker_seeding", "foo", "'foo', but must be one of 'all', 'part'"),
 ])
-def test_values_that_timm_does_not_check(on_device, key, value, message):
+def test_values_that_timm_does_not_check(monkeypatch, on_device, key, value, message):
+    monkeypatch.delattr(trainers, "open_source")  # the values are checked before the data set is opened
     with pytest.raises(LabError, match=f"option '{key}' is {message}"):
         training(device_images=on_device, mixup=0.4, **{key: value})
+
+
+def test_ranges_are_of_options():
+    names = [name for *_, names in RANGES for name in names.split()]
+    assert len(set(names)) == len(names)
+    assert set(names) <= known_options().keys()
 
 
 def test_images_that_do_not_fit(monkeypatch):
@@ -363,9 +383,9 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     request = compared(tmp_path / "out", ["linear"], **EVERYTHING)
     assert commands.run(request) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[0].endswith("; images: on the device")
-    assert "The decoded images are stored on the device, where whole batches are augmented." in (
-        tmp_path / "out" / "report.md").read_text()
+    sentence = "The decoded images are stored on the device, where whole batches are augmented."
+    assert sentence in printed.err.splitlines()[1]
+    assert sentence in (tmp_path / "out" / "report.md").read_text()
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0

@@ -25,6 +25,10 @@ def files_in(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+def contents(folder):
+    return {path: (folder / path).read_bytes() for path in files_in(folder)}
+
+
 def test_names_in_results_are_not_paths(tmp_path):
     """The names of studies, data sets and plots become parts of file names."""
     (tmp_path / "victim").mkdir()
@@ -104,7 +108,9 @@ def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, c
             if path.name != "card.json":
                 shutil.copy(path, victim)
     link(theirs / name, victim / "card.json" if "." in name else victim)
+    before = contents(theirs)
     assert cli.main(["study", "report", str(theirs)]) == 2
+    assert contents(theirs) == before
     assert capsys.readouterr().err == (f"timm-ortho: error: {theirs / name} is a link, and nothing is written "
                                        "through links: replace it by what it links to\n")
 
@@ -121,10 +127,14 @@ def test_training_does_not_write_through_links(theirs, name):
 
 
 @pytest.mark.parametrize("name", [".slurm", "linear-seed0/job"])
-def test_a_plan_does_not_write_through_links(theirs, name):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_does_not_write_through_links(theirs, name, seed):
+    """The plan of seed 1 contains the earlier run of seed 0, too."""
     link(theirs / name, theirs.parent / "victim")
+    before = contents(theirs)
     with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
-        study.make_plan(compared(theirs, ["linear"], epochs=1))
+        study.make_plan(compared(theirs, ["linear"], [seed], epochs=1))
+    assert contents(theirs) == before
 
 
 def test_the_state_of_a_run_does_not_lock_through_a_link(theirs, monkeypatch):
@@ -182,6 +192,21 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
     (tmp_path / "history.csv.gz").write_bytes(content)
     assert cli.main(["study", "report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert f"{tmp_path / 'history.csv.gz'} {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["results.json", "study.json"])
+@pytest.mark.parametrize(("content", "reason"), [
+    ("{", "JSONDecodeError: Expecting property name"), ('{"a": 1}', "KeyError: 'study'"), ("[1]", "Error: "),
+    ('{"parts": [1]}', "Error: ")])
+def test_results_that_are_damaged_or_foreign(tmp_path, capsys, name, content, reason):
+    (tmp_path / name).write_text(content)
+    argument = tmp_path if name == "study.json" else tmp_path / name
+    assert cli.main(["study", "report", str(argument), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"timm-ortho: error: {tmp_path / name} cannot be read (")
+    assert reason in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):

@@ -72,10 +72,12 @@ def test_bad_values(key, value, message):
 def test_every_option_of_timm_is_handled():
     """The lab's own loop uses, ignores or refuses an option. train.py accepts all options."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
+    pairs = {key: [0.5, 0.77] for key in ("scale", "ratio", "cutmix_minmax")}
+    in_range = {**pairs, "rand_augment": [1, 2]}
     for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
         value = choices[0]
-        value = [value] if option.get("list") else value
+        value = in_range.get(key, [value] if option.get("list") else value)
         options = recipe.resolve({key: value})
         assert vars(options)[key] == value
         if "lab" in option:

@@ -34,6 +34,7 @@ from PIL import Image
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.lab.planning import plan
+from timm_ortho.lab.reporting import published
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, known_options
 from timm_ortho.runs.folders import read_history
@@ -81,6 +82,7 @@ def test_files(study):
         assert header.split(",") == [
             "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),
             "eval_loss", "eval_top1", "eval_top5", "lr"]
+        assert {*header.split(",")} > published.COARSE
         assert [row.split(",")[0] for row in rows] == ["0", "1"]
         history, result = read_history(folder), read(folder / "result.json")
         assert [row["epoch"] for row in history] == [0, 1]
@@ -161,7 +163,7 @@ def test_runs_of_one_seed_are_paired():
 # ---------------------------------------------------------------------------------------- continued runs
 @pytest.mark.parametrize("options", [
     dict(mixup=0.4, reprob=0.3, drop_path=0.2, model_ema=True, model_ema_decay=0.9),
-    dict(grad_accum_steps=3, sched="step", decay_epochs=1, sched_on_updates=False),
+    dict(grad_accum_steps=3, batch_size=48, sched="step", decay_epochs=1, sched_on_updates=False),
     dict(sched_on_updates=True, opt="sgd", smoothing=0.0, lr_noise=[0.5, 1.0], warmup_epochs=1),
 ], ids=["mixup-ema", "step-accumulation", "per-update"])
 def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, options):
@@ -193,7 +195,7 @@ def switches(tmp_path_factory):
     Return the study's file and the run's folder by setting. The runs are not interrupted.
     """
     runs = {}
-    for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
+    for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2, batch_size=32)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
         folder = tmp_path_factory.mktemp(optimizer)
         path = written(folder, **switching(optimizer, **options))

@@ -19,7 +19,7 @@ import gc
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from tqdm import tqdm
@@ -77,10 +77,22 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     except KeyboardInterrupt:
         status = 130
     finally:
-        plot = results.write_plot(output, rows) if rows else ""
+        plot = write_plot(output, rows) if rows else ""
     print(f"{results.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {plot}" if rows
           else "no group was finished; no files were written")
     return status
+
+
+def write_plot(folder: Path, rows: Sequence[results.Measurement]) -> str:
+    """Write `bench.svg` atomically, and return its path; if matplotlib is not installed, return a note instead."""
+    try:
+        from .plot import svg
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        return "no plot, because matplotlib is not installed"
+    results.write(folder / "bench.svg", svg(rows))
+    return str(folder / "bench.svg")
 
 
 def _rows(group: Group, options: Namespace) -> list[results.Measurement]:

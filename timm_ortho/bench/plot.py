@@ -6,21 +6,21 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .results import LABELS, Measurement
+from .results import LABELS, TABLES, Measurement
 
 
-def svg(rows: Sequence[Measurement], parts: Sequence[str]) -> str:
+def svg(rows: Sequence[Measurement]) -> str:
     """Return the plot of the rows. It has a panel for each part that was measured."""
     image = io.StringIO()
     with rc_context({"svg.hashsalt": "bench"}):
-        plot(rows, parts).savefig(image, format="svg", metadata={"Date": None})
+        plot(rows).savefig(image, format="svg", metadata={"Date": None})
     return image.getvalue()
 
 
-def plot(rows: Sequence[Measurement], parts: Sequence[str]) -> Figure:
+def plot(rows: Sequence[Measurement]) -> Figure:
     """Plot times relative to linear: p50 with whiskers from p20 to p80, one panel per part, one y tick per group."""
     drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
-    parts = [part for part in parts if any(row["what"] == part for row in drawn)] or ["operator"]
+    parts = [part for part in TABLES if any(row["what"] == part for row in drawn)] or ["operator"]
     lines = {part: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == part)) for part in parts}
     heights = [max(2, len(lines[part])) for part in parts]
     figure = Figure(figsize=(10, 1.2 * len(parts) + 0.35 * sum(heights)), layout="constrained")

@@ -151,7 +151,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
 
 
 # ------------------------------------------------------------------------------------------------ table, CSV
-_TABLES = {  # part -> header of the table -> column of bench.csv, or function that returns the cell's text
+TABLES = {  # part -> header of the table -> column of bench.csv, or function that returns the cell's text
     "operator": {
         "shape": "shape", "layout": "layout", "scope": "scope", "dtype": "dtype", "step": "step",
         "candidate": "candidate", "ms": lambda row: _cell(row, "ms_p50", "{:.3f}"),
@@ -199,12 +199,12 @@ def tables(rows: Sequence[Measurement]) -> str:
     >>> text.splitlines()[-1].split()[:5]
     ['1x1x32', 'inference', 'linear', 'torch', '2.0']
     """
-    return "\n\n".join(_table([row for row in rows if row["what"] == part], part) for part in _TABLES
+    return "\n\n".join(_table([row for row in rows if row["what"] == part], part) for part in TABLES
                        if any(row["what"] == part for row in rows))
 
 
 def _table(rows: Sequence[Measurement], part: str) -> str:
-    table = _TABLES[part]
+    table = TABLES[part]
     lines = [[str(row[cell]) if isinstance(cell, str) else cell(row) for cell in table.values()] for row in rows]
     lines = [[header.strip() for header in table], *map(_without_repeats, [[], *lines], lines)]
     text = aligned(lines)
@@ -224,22 +224,11 @@ def write_rows(folder: Path, rows: Sequence[Measurement]) -> None:
     table.writeheader()
     for row in rows:
         table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
-    _replace(folder / "bench.csv", text.getvalue())
+    write(folder / "bench.csv", text.getvalue())
 
 
-def write_plot(folder: Path, rows: Sequence[Measurement]) -> str:
-    """Write `bench.svg` atomically, and return its path; if matplotlib is not installed, return a note instead."""
-    try:
-        from .plot import svg
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        return "no plot, because matplotlib is not installed"
-    _replace(folder / "bench.svg", svg(rows, list(_TABLES)))
-    return str(folder / "bench.svg")
-
-
-def _replace(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a text file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_name(f".{path.name}.partial")
     partial_file.unlink(missing_ok=True)  # a link of another person to a file elsewhere

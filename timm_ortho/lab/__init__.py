@@ -126,12 +126,12 @@ def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
         os.replace(partial, path)
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_links(*folders: Path) -> None:
     """Raise a LabError if a folder is a symbolic link or contains one.
 
     Another person may have made the folder. Writing through its links would change files elsewhere.
     """
-    for path in (folder, *folder.rglob("*")):
+    for path in (path for folder in folders for path in (folder, *folder.rglob("*"))):
         if path.is_symlink():
             raise LabError(f"{path} is a link, and nothing is written through links: replace it by what it links to")
 

@@ -319,10 +319,6 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
-    for key in ("scale", "ratio"):  # timm accepts any numbers, and fails at the first image
-        bounds = getattr(options, key)
-        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-            raise LabError(f"option '{key}' is {bounds}, but must be two positive numbers in ascending order")
     mixing = _mixup_arguments(options, source)
     on_device = vars(options).get("device_images")
     for split in (source.train, source.validation):
@@ -438,8 +434,6 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
         return None
     if options.batch_size % 2:
         raise LabError(f"mixup and cutmix need an even batch_size, not {options.batch_size}")
-    if options.mixup_mode not in ("batch", "pair", "elem"):  # timm treats any other value as batch
-        raise LabError(f"option 'mixup_mode' is '{options.mixup_mode}', but must be batch, pair or elem")
     return dict(
         mixup_alpha=options.mixup, cutmix_alpha=options.cutmix, cutmix_minmax=options.cutmix_minmax,
         prob=options.mixup_prob, switch_prob=options.mixup_switch_prob, mode=options.mixup_mode,

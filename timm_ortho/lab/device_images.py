@@ -16,7 +16,6 @@ states `DataStream` sets. A training step reads no value from the device.
 """
 import math
 from argparse import Namespace
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
@@ -54,7 +53,6 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
     device = torch.device(options.device)
     reason = "they are not requested" if options.device_images is False else _why_not(options, source)
     if reason is None:
-        check_values(options)
         needed, free = bytes_of(source, size), free_memory(device)
         share = 1 if options.device_images else _SHARE
         if free is not None and needed * share > free:
@@ -82,17 +80,6 @@ def _why_not(options: Namespace, source: Any) -> Optional[str]:
     if options.train_crop_mode not in (None, "rrc") and not options.crop_padding:
         return f"'train_crop_mode' {options.train_crop_mode} exists only in the loader"
     return None
-
-
-def check_values(options: Namespace) -> None:
-    """Raise a LabError if an option of images on the device has a value that is not allowed."""
-    if options.rand_augment_group < 1:
-        raise LabError(f"option 'rand_augment_group' is {options.rand_augment_group}, but must be at least 1")
-    if options.crop_padding < 0:
-        raise LabError(f"option 'crop_padding' is {options.crop_padding}, but must be at least 0")
-    drawn = options.rand_augment
-    if drawn and not (len(drawn) == 2 and drawn[0] >= 0 and 0 <= drawn[1] <= 30):
-        raise LabError(f"option 'rand_augment' is {drawn}, but must be a number of operations and a magnitude up to 30")
 
 
 def bytes_of(source: Any, size: Sequence[int]) -> int:
@@ -141,7 +128,6 @@ class DeviceLoader:
         self.stored, self.dataset, self.batch_size = stored, dataset, batch_size
         self.prepare, self.training = prepare, training
         self.mixup_enabled = True  # the training loop sets it
-        self.stream: Any = None
 
     def __len__(self) -> int:
         return (len(self.dataset) if self.training else len(self.dataset) + self.batch_size - 1) // self.batch_size
@@ -150,20 +136,8 @@ class DeviceLoader:
         images, labels = self.stored()
         order = torch.randperm(len(images)) if self.training else torch.arange(len(images))
         order = order.to(images.device)
-        if images.device.type == "cuda":
-            # torchvision copies parameters of RandAugment to the GPU, and each copy waits for its stream. On a second
-            # stream, a copy does not wait for the training of the previous batch.
-            self.stream = self.stream or torch.cuda.Stream(images.device)
-            self.stream.wait_stream(torch.cuda.current_stream(images.device))
         for index in order.split(self.batch_size)[:len(self)]:
-            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                batch = self.prepare(images[index], labels[index], self.mixup_enabled)
-            if self.stream:
-                consumer = torch.cuda.current_stream(images.device)
-                consumer.wait_stream(self.stream)
-                for tensor in batch:
-                    tensor.record_stream(consumer)
-            yield batch
+            yield self.prepare(images[index], labels[index], self.mixup_enabled)
 
 
 def loaders(
@@ -180,7 +154,6 @@ def loaders(
         decoded: A function of `train` or `validation` and a size, which returns all images of a split.
         mixing: Arguments of timm's `Mixup`, None if images are not mixed.
     """
-    check_values(options)
     size = data_config["input_size"][1:]
     normalise = _Normalise(data_config["mean"], data_config["std"], device)
     validation = DeviceLoader(

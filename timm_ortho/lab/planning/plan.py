@@ -20,13 +20,13 @@ from ..._text import file_name
 from ..._yaml import dump_yaml
 from ...models.names import base_name
 from ...runs.folders import import_modules
-from .. import LabError, write_text
+from .. import LabError, refuse_links, write_text
 from ..data import Source
 from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .design import COMPARISON, Variant
 from .deviations import deviations
-from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
+from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .model_check import Size
 from .request import Request
 from .trainers import check
@@ -53,7 +53,7 @@ class StudyPlan:
 
         Raises:
             LabError: The output is not a folder, or contains files but no readable `study.yaml`, or a study with other
-                settings or images, or a run with other options.
+                settings or images, or a run with other options, or a link in place of a run or in the folder of a run.
         """
         def key(point: Mapping[str, Any]) -> tuple:
             return point["cell"], point["connection"], point["seed"]
@@ -67,10 +67,11 @@ class StudyPlan:
             if (folder / PLAN).is_file():
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
+        refuse_links(*(self.folder / point["run"] for point in self.points))
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": self.study, "places": self.points}
-        write_text(self.folder / STUDY, dump_yaml(as_yaml_values(values), sort_keys=False))
+        write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
             run.write(self.folder / name)
 
@@ -185,19 +186,17 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
         stages = [Stage(".", options, stop_epoch=stop),
                   Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
     of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
-    if request.train_py is None:
-        return RunPlan("lab", stages, **of_design)
-    script = str(request.train_py.absolute())
-    return RunPlan(script, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
+    trainer = "lab" if request.train_py is None else str(request.train_py.absolute())
+    return RunPlan(trainer, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description
 def _description(
         request: Request, requested: Mapping[str, Any], seeds: Sequence[int], variants: Sequence[Variant]) -> dict:
-    """Return the description of a study that its report shows, with types that YAML can store."""
+    """Return the description of a study that its report shows."""
     design = request.design
     models = list(dict.fromkeys(base_name(variant.options.model) for variant in variants))
-    return as_yaml_values({
+    return {
         **{key: getattr(design, key) for key in ("name", "title", "paper", "table", "axes", "baseline", "report")},
         "scale": "" if design.is_comparison else design.scale,
         "dataset": data_name(requested, variants[0]),
@@ -207,7 +206,7 @@ def _description(
         "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
-    })
+    }
 
 
 def _data_of(source: Source, sizes: Sequence[Size]) -> dict:

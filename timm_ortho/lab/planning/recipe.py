@@ -16,7 +16,7 @@ from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import check_options
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
-from ..train_options import defaults, known_options
+from ..train_options import RANGES, defaults, known_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 
@@ -55,7 +55,7 @@ def resolve(values: Mapping[str, Any]) -> Namespace:
         values: Options by name, from a recipe or the command line. They are converted to the options' types.
 
     Raises:
-        LabError: An option is unknown or has a wrong type.
+        LabError: An option is unknown, has a wrong type or is outside its range.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
@@ -120,16 +120,23 @@ def of_script(script: Path) -> argparse.ArgumentParser:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Return a value converted to its option's type. YAML loads 1e-3 as text; as in timm, it becomes a number."""
+    """Return a value converted to its option's type, and check its range.
+
+    YAML loads 1e-3 as text; as in timm, it becomes a number.
+    """
     option = known_options()[key]
     if value is None:
         return option["default"]
     if option.get("list") or ("or_list" in option and isinstance(value, (list, tuple))):
         values = value if isinstance(value, (list, tuple)) else [value]
-        return [_scalar(key, option["type"], item) for item in values]
-    value = _scalar(key, option["type"], value)
+        value = [_scalar(key, option["type"], item) for item in values]
+    else:
+        value = _scalar(key, option["type"], value)
     if "choices" in option and value not in option["choices"]:
-        raise LabError(f"option '{key}' is {value!r}, but must be one of {', '.join(option['choices'])}")
+        raise LabError(f"option '{key}' is {value!r}, but must be one of {str(option['choices'])[1:-1]}")
+    for expected, fits, names in RANGES:
+        if key in names.split() and not fits(value):
+            raise LabError(f"option '{key}' is {value!r}, but must be {expected}")
     return value
 
 

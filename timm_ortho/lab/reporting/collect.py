@@ -17,10 +17,10 @@ from . import published
 _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused") | {
     "seed", "batch_size", "grad_accum_steps", "num_classes", "in_chans", "device_modules", "data", "resume"}
 
-Part = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
+Collected = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
 
-def collect(folders: Sequence[Path]) -> dict[Path, Part]:
+def collect(folders: Sequence[Path]) -> dict[Path, Collected]:
     """Return the studies and their runs, by the folder of the study.
 
     Args:
@@ -39,7 +39,7 @@ def collect(folders: Sequence[Path]) -> dict[Path, Part]:
     return {**parts, **_of_outputs(rest)} if rest else parts
 
 
-def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
+def _of_outputs(folders: Sequence[Path]) -> dict[Path, Collected]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
     plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises a LabError
@@ -55,7 +55,7 @@ def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
     return {folder: part for (folder, _), part in zip(plans, parts, strict=True)}
 
 
-def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
+def _of_study(folder: Path, values: Mapping[str, Any]) -> Collected:
     study = dict(values["study"])
     runs, folders, unfinished = [], [], []
     for point in values["places"]:
