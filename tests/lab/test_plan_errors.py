@@ -125,7 +125,6 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
     (dict(head_init_scale=0.0), r"has 'head_init_scale', but the lab's own loop does not"),
     (dict(sched="cosin"), r"cosin"),
     (dict(kd_model_name="resnet50"), r"has 'kd_model_name', but the lab's own loop does not: remove the option"),
-    (dict(kd_distill_type="image"), r"'kd_distill_type' is 'image', but must be one of 'logit', 'feature', 'token'"),
     (dict(device="abacus"), r"there is no device 'abacus'"),
     (dict(amp=True, amp_dtype="int8"), r"option 'amp_dtype' is 'int8', but must be one of 'float16', 'bfloat16'$"),
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
