@@ -458,7 +458,7 @@ def create_connection(
         raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
     signature = inspect.signature(made.forward)
     try:
-        signature.bind(None, None, attn_mask=None)
+        signature.bind(x=None, f=None, attn_mask=None)
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
