@@ -1,5 +1,6 @@
-"""Format text: aligned columns, file names, suggestions for unknown names, errors in one line, and values for JSON."""
+"""Format text: aligned columns, file names, suggestions for names, errors in one line, values for JSON, and SVG."""
 import difflib
+import io
 import math
 import re
 from typing import Any, Iterable, List, Optional, Sequence
@@ -77,3 +78,16 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nan(v) for v in value]
     return value
+
+
+def svg_text(figure: Any, salt: str, fonttype: str = "none") -> str:
+    """Return a figure of matplotlib as SVG. Equal figures with equal salts have equal bytes.
+
+    Text remains text; ``fonttype="path"`` converts it to paths.
+    """
+    from matplotlib import rc_context  # a slow import, and only the lab needs matplotlib
+
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": fonttype}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
