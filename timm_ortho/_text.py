@@ -11,6 +11,13 @@ _OTHER_WORDS = {  # words from the papers and other libraries -> names of this p
 }
 
 
+class UserError(Exception):
+    """The user's input cannot be used. The message is one line with the problem and the remedy.
+
+    It is no ValueError, whose message argparse would replace. Its public subclasses are.
+    """
+
+
 def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
     """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
 

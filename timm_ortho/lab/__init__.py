@@ -21,18 +21,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, Iterable, Iterator
 
-from .._text import did_you_mean, error_text, without_nan
+from .._text import UserError, did_you_mean, error_text, without_nan
 from .._yaml import YAMLError, load_yaml
 
 
-class LabError(ValueError):
-    """The user's input cannot be used. The message is one line with the problem and the remedy."""
+class LabError(UserError, ValueError):
+    """An error in the input of the lab."""
 
 
 def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
-    For an OSError with the operating system's reason, the line is this reason. For a LabError, it is the message. For
+    For an OSError with the operating system's reason, the line is this reason. For a UserError, it is the message. For
     any other error, it is the class and the message.
 
     >>> one_line(KeyError("epochs"))
@@ -40,7 +40,7 @@ def one_line(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) if isinstance(error, LabError) else error_text(error, named=True)
+    return str(error) if isinstance(error, UserError) else error_text(error, named=True)
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:

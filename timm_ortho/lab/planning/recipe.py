@@ -79,7 +79,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str) -> Namespace:
     options = resolve(values)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    check_options(vars(options), LabError, f"the study or recipe '{name}'")
+    check_options(vars(options), f"the study or recipe '{name}'")
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
         # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has
