@@ -18,7 +18,7 @@ class UserError(Exception):
     """
 
 
-def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
+def did_you_mean(name: Any, known: Iterable[Any], count: int = 1, listed: bool = False) -> str:
     """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
 
     Similar words in ``_OTHER_WORDS`` count as the names that they replace.
@@ -27,16 +27,21 @@ def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
         name: The unknown name.
         known: The known names.
         count: Maximum number of names in the text.
+        listed: List all known names if none is similar, unless there are more than twelve.
 
     >>> did_you_mean("vit_smal", ["vit_small", "vit_base"])
     "; did you mean 'vit_small'?"
     >>> did_you_mean("learning_rat", ["lr", "lr_base"])
     "; did you mean 'lr'?"
+    >>> did_you_mean("nosuch", ["vit_small", "vit_base"], listed=True)
+    '; known are vit_small, vit_base'
     """
     names = {str(each): str(each) for each in known}
     words = {**{word: meant for word, meant in _OTHER_WORDS.items() if meant in names}, **names}
     similar = dict.fromkeys(words[word] for word in difflib.get_close_matches(str(name), words, n=count))
-    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    if similar:
+        return f"; did you mean {' or '.join(map(repr, similar))}?"
+    return f"; known are {', '.join(names)}" if listed and len(names) <= 12 else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:

@@ -47,21 +47,7 @@ def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: st
     """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; did you mean 'KNOWN NAME'?"."""
     for name in names:
         if name not in known:
-            raise LabError(f"{owner} accepts no {noun} '{name}'{suggestion(name, known)}")
-
-
-def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
-    """Return text to append to a message about an unknown name: at most `count` similar known names.
-
-    If no known name is similar, the text lists the known names, unless there are more than twelve.
-
-    >>> suggestion("vit_smal", ["vit_small", "vit_base"])
-    "; did you mean 'vit_small'?"
-    >>> suggestion("nosuch", ["vit_small", "vit_base"])
-    '; known are vit_small, vit_base'
-    """
-    names = [str(each) for each in known]
-    return did_you_mean(name, names, count) or (f"; known are {', '.join(names)}" if len(names) <= 12 else "")
+            raise LabError(f"{owner} accepts no {noun} '{name}'{did_you_mean(name, known, listed=True)}")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:
