@@ -44,7 +44,7 @@ def check_weight(name: str, weight: Any) -> None:
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
         raise ValueError(f"{name} must be a float or a 0-d tensor that is not boolean, got {weight.dtype} of shape "
                          f"{tuple(weight.shape)}")
-    if not isinstance(weight, (Tensor, Real)):
+    if isinstance(weight, bool) or not isinstance(weight, (Tensor, Real)):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight!r}")
 
 

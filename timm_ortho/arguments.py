@@ -52,7 +52,10 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         arguments = {"connection": "linear", **{name: arguments[name] for name in arguments if name.startswith("skip")}}
     expected = [site for site in connected if site.layer in arguments.get("layers", [site.layer])
                 and site.kind in arguments.get("kinds", [site.kind])]
-    if any(call != calls[0] for call in calls) or (chosen and (not arguments or chosen != expected)):
+    if chosen and not any(calls):
+        raise ValueError("the code of the model made its connections, and their arguments are not stored: connect the "
+                         "whole model with one call")
+    if any(call != calls[0] for call in calls) or (chosen and chosen != expected):
         raise ValueError("the sites have different connections: connect the whole model with one call")
     if arguments and arguments["connection"] not in CONNECTIONS:
         raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "

@@ -93,7 +93,7 @@ class Connection(nn.Module):
             of the connection does not call :meth:`join`, it must begin with ``x = self.carried(x)``.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
-        mask_layout: Layout of the attention masks, see :func:`timm_ortho.masks.real_tokens`.
+        mask_layout: Layout of attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
         causal: Whether causal attention is allowed, although one projection covers all tokens.
         site: Description of the site, from :func:`timm_ortho.connect`; ``NO_SITE`` for a connection on its own.
             ``forward`` must not read it, because TorchScript has no such type.
@@ -121,7 +121,7 @@ class Connection(nn.Module):
         self.groups = 1
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
-        self.mask_layout = ""
+        self.mask_layout = "scores"
         self.causal = False
 
     @property
@@ -251,7 +251,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if kernels_for(x) is not None and is_orthogonal(self):
+        if kernels_for(x) is not None and can_fuse_norm(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 return both
@@ -261,7 +261,7 @@ class FeatureConnection(Connection):
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
 
 
-def is_orthogonal(connection: nn.Module) -> bool:
+def can_fuse_norm(connection: nn.Module) -> bool:
     """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
     return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
             and connection.groups == 1 and connection.skip is None and connection.keep == "output"
@@ -404,7 +404,7 @@ def create_connection(
         keep: str = "output",
         groups: int = 1,
         branch_first: bool = False,
-        mask_layout: str = "",
+        mask_layout: str = "scores",
         skip: Optional[nn.Module] = None,
         site: SiteSpec = NO_SITE,
         device: Any = None,
@@ -421,7 +421,7 @@ def create_connection(
             the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
             so that one set of arguments fits a comparison of several connections.
         branch_first: See :class:`Connection`.
-        mask_layout: Layout of the block's attention masks, see :func:`timm_ortho.masks.real_tokens`.
+        mask_layout: Layout of the block's attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
         site: Description of the site, see :class:`Connection`.
         device, dtype: Device and dtype of the parameters.
@@ -457,7 +457,7 @@ def create_connection(
         raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
     signature = inspect.signature(made.forward)
     try:
-        signature.bind(None, None, attn_mask=None)
+        signature.bind(x=None, f=None, attn_mask=None)
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None

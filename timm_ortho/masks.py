@@ -15,11 +15,11 @@ from ._compat import is_observed
 CAUSAL_MASK = (
     "a connection has one projection for all tokens of a sample, but the attention is causal: each token would depend "
     "on later tokens. Use the connection 'feature' or 'hybrid'")
-MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
+MASK_LAYOUTS = ("scores", "keys")  # layouts of masks with two axes, see real_tokens
 
 
 def real_tokens(
-        attn_mask: Optional[Tensor], x: Tensor, layout: str = "", causal: bool = True) -> Optional[Tensor]:
+        attn_mask: Optional[Tensor], x: Tensor, layout: str = "scores", causal: bool = True) -> Optional[Tensor]:
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
@@ -28,20 +28,20 @@ def real_tokens(
     | mask | reading |
     | --- | --- |
     | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
-    | ``[N, N]``, ``[heads, N, N]`` | the same, with the leading axes omitted |
-    | ``[B, N]`` | one value for each key of each sample |
+    | ``[heads or 1, N or 1, N]`` | the same, without the axis of the samples |
+    | ``[N or 1, N]`` with the layout ``"scores"`` | the same, without the axes of samples and heads |
+    | ``[B or 1, N]`` with the layout ``"keys"`` | one value for each key of each sample, as in flash attention |
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; without any positive value, read as floating-point |
+    | integer, or ``"keys"`` of 0 and 1 | 0 forbids attention; without any positive value, read as floating-point |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
         attn_mask: Mask of self-attention.
         x: Stream, ``[B, N, C]``.
-        layout: Selects the reading of an ambiguous shape. With ``"scores"``, masks ``[N, N]``, ``[1, N]`` and
-            ``[heads, N, N]`` are read as ``scaled_dot_product_attention`` reads them. With ``"keys"``, a mask
-            ``[B, N]`` is read as flash attention reads it.
+        layout: Layout of masks with two axes, ``"scores"`` or ``"keys"``. The shape alone does not show it if a batch
+            has as many samples as tokens.
         causal: Whether causal masks are allowed. In compiled, exported and scripted code, they are always allowed,
             because the values of the mask are unknown.
 
@@ -50,7 +50,7 @@ def real_tokens(
         keys of another stream.
 
     Raises:
-        ValueError: The shape is unsupported, or ambiguous without a ``layout``, or the mask is causal.
+        ValueError: The shape is unsupported, or the mask is causal.
 
     Example:
         >>> real_tokens(torch.tensor([[[[True, True, False]]]]), torch.zeros(1, 3, 8)).flatten()
@@ -74,9 +74,7 @@ def real_tokens(
         raise ValueError(
             f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
             f"{list(x.shape)}. If the mask does not mark padding, register the block with mask=''")
-    batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
-    is_scores = leading == tokens or (leading == 1 and layout == "scores")
-    of_keys = attn_mask.dim() == 2 and leading == batch and (layout == "keys" or not is_scores)
+    of_keys = attn_mask.dim() == 2 and layout == "keys"
     allowed = _allowed(attn_mask, of_keys)
     if of_keys:
         return allowed.unsqueeze(-1)
@@ -94,6 +92,8 @@ def _is_causal(allowed: Tensor, real: Tensor) -> bool:
 
     Queries that are padding do not count: they may attend to the only real token of a sample.
     """
+    if bool(allowed[..., 0, 1:].any()):  # most masks end here, without the time of a triangle
+        return False
     if allowed.shape[-2] != allowed.shape[-1] or bool(allowed.triu(1).any()):
         return False
     return bool((allowed & real.unsqueeze(1)).tril(-1).any())
@@ -110,18 +110,16 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
 
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
-    """Return why the shape of a mask is unsupported or ambiguous, or an empty string."""
+    """Return why the shape of a mask is unsupported, or an empty string."""
     axes = mask.dim()
     if x.dim() != 3 or axes < 2 or axes > 4:
         return "must have two to four axes and belong to a stream [B, N, C]"
     batch, tokens, leading, queries = x.shape[0], x.shape[1], mask.shape[0], mask.shape[-2]
-    if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == tokens:
-        return "can be [B, N] or [N, N]: pass it as [B, 1, 1, N] or as [1, 1, N, N]"
-    if layout == "" and batch > 1 and axes == 3 and leading > 1 and leading % batch == 0:
-        return "can have samples or heads as its first axis: pass it as [B, 1, N, N] or as [1, heads, N, N]"
-    if (queries in (1, tokens) and (axes < 4 or leading in (1, batch))) or (axes == 2 and leading == batch):
-        return ""
-    return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
+    if axes == 2 and leading != 1 and leading != (batch if layout == "keys" else tokens):
+        return "with two axes must be [N, N] for mask_layout='scores' or [B, N] for mask_layout='keys'"
+    if axes > 2 and (queries not in (1, tokens) or (axes == 4 and leading not in (1, batch))):
+        return "must be [heads or 1, N or 1, N] or [B or 1, heads or 1, N or 1, N]"
+    return ""
 
 
 def _allowed(mask: Tensor, of_keys: bool) -> Tensor:

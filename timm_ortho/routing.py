@@ -160,6 +160,12 @@ class Route:
         except (OSError, TypeError, SyntaxError) as error:
             raise RoutingError(f"{where}: the source of {method} cannot be read: "
                                f"{getattr(error, 'msg', error)}; define the class in a file") from None
+        wrapper = getattr(block, method)
+        # transformers wraps methods when a class is defined, and therefore also the method of the subclass
+        if (wrapper is not self.method and not getattr(tree.body[0], "decorator_list", ())
+                and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
+            raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
+                               "the wrapper as a decorator in the class")
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
@@ -214,6 +220,8 @@ class Route:
         try:
             exec(code, self.method.__globals__, local)
             method = local[self.method.__name__]
+            plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
+            plain.__defaults__, plain.__kwdefaults__ = self.method.__defaults__, self.method.__kwdefaults__
             method.__qualname__ = f"{name}.{method.__name__}"
             method.__doc__ = self.method.__doc__
             routed = type(self.block)(name, (self.block,), {
@@ -260,7 +268,7 @@ class _Router(ast.NodeTransformer):
         connection, stream, branch = match
         if connection is None:
             return self.generic_visit(node)
-        return ast.copy_location(self._call(connection, stream, branch), node)
+        return ast.copy_location(self._call(connection, stream, branch, stream is node.right), node)
 
     def _is_sum(self, node: ast.expr) -> bool:
         return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
@@ -298,10 +306,15 @@ class _Router(ast.NodeTransformer):
         self.paths[number].append(tuple(self._known_conditions()))
         return expected.connection, summands[0], summands[1]
 
-    def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
+    def _call(self, connection: str, stream: ast.expr, branch: ast.expr, branch_first: bool = False) -> ast.Call:
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
-        call = ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
+        arguments = [stream, self.visit(branch)]
+        if branch_first and all(any(isinstance(node, ast.Call) for node in ast.walk(each)) for each in arguments):
+            # both summands may draw random numbers or work in place: compute the branch first, as in the source
+            keywords = [ast.keyword("f", arguments[1]), ast.keyword("x", arguments[0]), *keywords]
+            arguments = []
+        call = ast.Call(func=module, args=arguments, keywords=keywords)
         self.calls.append(call)
         return call
 
@@ -318,6 +331,15 @@ class _Router(ast.NodeTransformer):
         elif _leaves(node.orelse):
             self.conditions.append(node.test)
         return node
+
+    def _visit_repeated(self, node: ast.AST) -> ast.AST:
+        """Visit a statement whose body may run zero times or be left by an exception: its conditions end with it."""
+        outer = len(self.conditions)
+        self.generic_visit(node)
+        del self.conditions[outer:]
+        return node
+
+    visit_For = visit_While = visit_Try = _visit_repeated
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
@@ -464,7 +486,8 @@ class _Norms:
         for reader in following:
             _Replacement(norm, ast.Name(normed, ast.Load())).visit(reader)
         self.found[cast(ast.Attribute, call.func).attr] = cast(ast.Attribute, norm.func).attr
-        arguments = ", ".join(map(ast.unparse, (*call.args, norm.func, *call.keywords)))
+        reads = norm.func if call.args else ast.keyword("norm", norm.func)
+        arguments = ", ".join(map(ast.unparse, (*call.args, reads, *call.keywords)))
         return ast.parse(
             f"if torch.jit.is_scripting():\n"
             f"    {ast.unparse(statement)}\n"

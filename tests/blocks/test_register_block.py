@@ -1,5 +1,6 @@
 """Block classes that users write: registration, connect, disconnect, and one-line errors."""
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -286,6 +287,120 @@ def test_one_layer_and_another_method():
     model(tokens()).sum().backward()
 
 
+class Reordered(nn.Module):
+    """Both summands draw random numbers, the branch first. It also works in place on the input of the shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.shortcut, self.norm = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.f(x) + self.shortcut(x)
+
+
+class ReorderedWithNorm(Reordered):
+    def forward(self, x):
+        y = self.f(x) + self.shortcut(x)
+        return self.norm(y)
+
+
+@pytest.mark.parametrize("block", [Reordered, ReorderedWithNorm])
+def test_the_summands_are_computed_in_their_order(block):
+    timm_ortho.register_block(block, stream="self.shortcut(x)", kinds=("mlp",))
+    model = nn.Sequential(block())
+    host = copy.deepcopy(model)
+    results = []
+    for each in (host, connect(model, "linear"), torch.jit.script(model)):
+        torch.manual_seed(0)
+        results.append(each(tokens()))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def wrapper(self, x):
+        return 2 * function(self, x)
+    return wrapper
+
+
+def test_a_wrapper_that_the_source_does_not_contain_is_refused():
+    class Wrapped(MyBlock):
+        def forward(self, x):
+            return x + self.f(x)
+
+    class Decorated(MyBlock):
+        @doubled
+        def forward(self, x):
+            return x + self.f(x)
+
+    Wrapped.forward = doubled(Wrapped.forward)
+    with pytest.raises(RoutingError, match="forward was replaced by a wrapper that its source does not contain: write"):
+        timm_ortho.register_block(Wrapped, stream="x", kinds=("mlp",))
+    timm_ortho.register_block(Decorated, stream="x", kinds=("mlp",))
+    block = Decorated()
+    host = copy.deepcopy(block)
+    assert torch.equal(connect(block, "linear")(tokens()), host(tokens()))
+
+
+def test_defaults_of_arguments_are_those_of_the_class(monkeypatch):
+    blocks = []
+    for factor in (2.0, 3.0):
+        class Block(MyBlock):
+            def forward(self, x, factor=factor, *, norm=torch.sin):
+                return x + factor * self.f(norm(x))
+        blocks.append(Block)
+    monkeypatch.setitem(globals(), "factor", 5.0)  # the default would be evaluated again in these globals
+    for factor, block in zip((2.0, 3.0), blocks, strict=True):
+        timm_ortho.register_block(block, stream="x", kinds=("mlp",))
+        model, x = block(), tokens()
+        assert torch.equal(connect(model, "linear")(x), x + factor * model.f(x.sin()))
+
+
+def test_a_method_that_is_replaced_after_the_first_connect():
+    class Block(MyBlock):
+        def forward(self, x):
+            return x + self.f(x)
+
+    def forward(self, x):
+        return x + 2.0 * self.f(x)
+
+    timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+    connect(Block(), "linear")
+    Block.forward = forward
+    model, x = Block(), tokens()
+    assert torch.equal(connect(model, "linear")(x), x + 2.0 * model.f(x))
+
+
+class Looped(MyBlock):
+    adapters, fast = (), True
+
+    def forward(self, x):
+        for adapter in self.adapters:
+            x = adapter(x)
+            if self.fast:
+                return x
+        return x + self.f(x)
+
+
+def test_a_loop_may_run_zero_times():
+    """A condition inside the loop does not decide whether a call reaches the addition after the loop."""
+    timm_ortho.register_block(Looped, stream="x", kinds=("mlp",), bypass=True)
+    assert len(sites(connect(nn.Sequential(Looped()), "feature"))) == 1
+
+
+def test_a_cell_that_registers_a_class_again():
+    class Block(MyBlock):
+        def forward(self, x):
+            return x + self.f(x)
+
+    for _ in range(2):
+        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: block.f.out_features)
+    with pytest.raises(ValueError, match="already registered with width="):
+        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: 8)
+
+
 def test_a_class_that_is_defined_again_needs_its_own_registration():
     """A notebook cell that runs twice defines its class twice."""
     def define():
@@ -385,12 +500,13 @@ def enclosed():
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention"), dim=1), ValueError,
      r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, or "
      "register a subclass$"),
-    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("attention", "mlp")), ValueError,
-     "Block is already registered with another description: connect without"),
+    (timm.models.xcit.ClassAttentionBlock, dict(stream=("x", "x_res"), kinds=("attention", "mlp")), ValueError,
+     "ClassAttentionBlock is already registered with another description: connect without"),
     (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
      r"found 0 \(none\); only \+ and \+= are replaced: write torch.add\(x, f\) as x \+ f$"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
-    (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "a fused operation"),
+    (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp"), mask=""), RoutingError,
+     "a fused operation"),
     (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"last summand of .*self.g\(x\)' would stay linear"),
     (Static, dict(stream="x", kinds=("mlp",), method="add"), RoutingError, "add is a static or class method"),
     (Lambda, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),

@@ -140,6 +140,14 @@ def test_connections_that_were_replaced_by_hand_have_no_arguments(arguments, sou
         connection_arguments(model)
 
 
+def test_connections_of_the_models_own_code_have_no_arguments():
+    model = torch.nn.Module()
+    model.first, model.second = create_connection("feature", eps=0.5), create_connection("feature", eps=0.5)
+    with pytest.raises(ValueError, match="the code of the model made its connections, and their arguments are not"):
+        connection_arguments(model)
+    assert connection_arguments(connect(model, "feature")) == {"connection": "feature", "eps": 1e-6}
+
+
 def test_a_connection_on_its_own_has_no_site_and_copies_of_models_share_one_dict():
     assert create_connection("feature").site is NO_SITE is LinearConnection().site
     model = timm.create_model("vit_test_linear", connection="feature", connection_layers=[1])

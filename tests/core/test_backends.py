@@ -181,8 +181,8 @@ SABOTAGE = {
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("shape", "dim"), [((3, 5, 20), -1), ((3, 5, 20), None), ((2, 6, 4, 3), 1)])
-def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
+@pytest.mark.parametrize(("shape", "batch", "dim"), [((3, 5, 20), 2, -1), ((3, 5, 20), 4, None), ((2, 6, 4, 3), 7, 1)])
+def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, batch, dim, dtype):
     x, f, g = tensors(shape, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -190,7 +190,7 @@ def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
         assert sorted(case[0] for case in backends._agrees) == ["backward", "forward"]
         assert set(backends._agrees.values()) == {True}
         monkeypatch.setattr(backends, "_difference", None)  # a second check would call None
-        auto(*tensors((7, *shape[1:]), dtype), dim=dim)
+        auto(*tensors((batch, *shape[1:]), dtype), dim=dim)  # the same kernel, with tiles of the same size
 
 
 @needs_triton
@@ -242,11 +242,17 @@ def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, name, dire
 @needs_triton
 def test_each_case_is_checked_separately(auto, monkeypatch):
     calls = sabotaged(monkeypatch, "update", in_first(lambda y: 1.01 * y))
-    for shape, dim, dtype in (((3, 5, 20), -1, torch.float32), ((3, 5, 20), None, torch.float32),
-                              ((3, 5, 20), -1, torch.float16), ((3, 5, 20), 1, torch.float32)):
+    cases = [
+        (torch.float32, dict(dim=-1)), (torch.float32, dict(dim=None)), (torch.float16, dict(dim=-1)),
+        (torch.float32, dict(dim=1)), (torch.float32, dict(keep="branch")),
+        (torch.float32, dict(orthogonal=torch.tensor(0.7))), (torch.float32, dict(parallel=torch.tensor(0.3)))]
+    for dtype, arguments in cases:
         with pytest.warns(RuntimeWarning, match="Triton kernel"):
-            auto(*tensors(shape, dtype), dim=dim)
-    assert len(calls) == 4
+            auto(*tensors((3, 5, 20), dtype), **arguments)
+    assert len(calls) == len(cases)
+    tiles = {shape: kernels.Plan(*torch.zeros(2, *shape), (1,), 1e-6, 0.0, 1.0, False).case
+             for shape in ((2, 64, 7, 7), (2, 64, 56, 56))}
+    assert len(set(tiles.values())) == 2  # the kernels for them differ
 
 
 @needs_triton

@@ -69,7 +69,7 @@ def step(model):
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("connection", ["feature", "global", "hybrid"])
+@pytest.mark.parametrize("connection", [name for name in CONNECTIONS if name != "linear"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_site_is_orthogonal(block, connection):
     """Each site adds a component orthogonal to its stream, and every parameter gets a gradient."""
@@ -78,7 +78,7 @@ def test_every_site_is_orthogonal(block, connection):
 
     def check(module, inputs, y):
         x, f = inputs
-        dims = (module.dim,) if connection != "global" else tuple(range(1, x.ndim))
+        dims = module.dims or tuple(range(1, x.ndim))
         lengths = x.square().sum(dims).sqrt() * f.square().sum(dims).sqrt()
         angle = (x * (y - x)).sum(dims) / lengths.clamp_min(1e-3)
         checked.append(angle.abs().max().item())
@@ -117,7 +117,7 @@ def test_switching_back(block):
     keys, expected = list(model.state_dict()), step(build(block))
     connect(model, "hybrid", start="linear")
     assert len(model.state_dict()) == len(keys) + 2 * len(sites(model))
-    for connection in ("feature", "global", "hybrid", "linear"):
+    for connection in (*CONNECTIONS, "linear"):
         connect(model, connection)
         assert {type(s.connection) for s in sites(model)} == {CONNECTIONS[connection]}
     assert list(model.state_dict()) == keys

@@ -92,6 +92,21 @@ def test_gradients_of_first_and_second_order(weights, dim, eps, keep):
     assert gradgradcheck(update, (x, f, *learned))
 
 
+@both
+def test_weights_of_low_precision_do_not_round_the_gradients(backend):
+    x, f, g = torch.randn(3, 4, 16)
+    a, b = (torch.tensor(weight, dtype=torch.bfloat16) for weight in (1.0, -0.3))
+
+    def gradients(*weights, dtype=torch.float32):
+        inputs = x.to(dtype).requires_grad_(), f.to(dtype).requires_grad_()
+        y = residual_update(*inputs, parallel=weights[0], orthogonal=weights[1], backend=backend)
+        return torch.autograd.grad(y, inputs, g.to(dtype))
+
+    expected = gradients(a.item(), b.item(), dtype=torch.float64)
+    for result, exact in zip(gradients(a, b), expected, strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 def saved_tensors(call):
     kept = []
 
@@ -395,6 +410,7 @@ X = torch.ones(2, 3, 4)
     ((X, X), {"parallel": torch.ones(2)}, ["parallel", "0-d", "(2,)"]),
     ((X, X), {"parallel": torch.tensor(True)}, ["parallel", "not boolean", "torch.bool"]),
     ((X, X), {"orthogonal": "0.5"}, ["orthogonal", "0-d", "'0.5'"]),
+    ((X, X), {"orthogonal": True}, ["orthogonal", "0-d", "True"]),
     ((X, X), {"keep": "both"}, ["keep", "'both'", "'branch'"]),
 ])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from helpers.messages import not_taken
 from helpers.oracle import truth
 from torch import nn
 
@@ -188,10 +189,7 @@ def test_variants_and_the_command_line_take_groups():
     ("ViT", "feature", dict(groups=0), "groups must be a whole number of at least 1, got 0"),
     ("ViT", "feature", dict(groups=2.0), "groups must be a whole number of at least 1, got 2.0"),
     ("ViT", "feature", dict(groups=True), "groups must be a whole number of at least 1, got True"),
-    *(("ViT", "global", dict(groups=groups),
-       "global does not take the argument groups: omit groups, or choose feature or hybrid; your own connection needs "
-       "this argument in its constructor")
-      for groups in (6, "heads")),
+    *(("ViT", "global", dict(groups=groups), not_taken("global", "groups")) for groups in (6, "heads")),
 ])
 def test_bad_groups_leave_the_model_unchanged(name, connection, arguments, message):
     model = connect(MODELS[name](), "linear")

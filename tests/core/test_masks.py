@@ -102,11 +102,9 @@ def test_masks_without_padding_change_nothing(mask):
         "added integers", "-inf", "lowest", "with a bias"])
 def test_padding_in_masks_of_tokens(form):
     """Tokenizers, image processors and flash attention use masks ``[B, N]``."""
-    assert torch.equal(real_tokens(form(OF_SAMPLES), LONG), MASK)
-    assert torch.equal(real_tokens(form(RAGGED), SQUARE_X, "keys"), RAGGED.unsqueeze(-1))
-    for layout in ("", "keys"):  # a batch of one sample
-        assert torch.equal(real_tokens(form(OF_SAMPLES[:1]), LONG[:1], layout), MASK[:1])
-    assert real_tokens(form(torch.ones(4, 8).bool()), LONG).all()
+    for mask, x in ((OF_SAMPLES, LONG), (RAGGED, SQUARE_X), (OF_SAMPLES[:1], LONG[:1])):
+        assert torch.equal(real_tokens(form(mask), x, "keys"), mask.unsqueeze(-1))
+    assert real_tokens(form(torch.ones(4, 8).bool()), LONG, "keys").all()
 
 
 @pytest.mark.parametrize("form", [lambda mask: mask.long(), lambda mask: (mask.int() - 1) * 10000])
@@ -122,24 +120,22 @@ def test_float_masks_of_scores_are_additive():
     """
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
-    assert real_tokens(OF_SAMPLES[:1].float(), LONG).all()
-    assert real_tokens(OF_SAMPLES[:1].float(), LONG[:1], "scores").all()
+    for x in (LONG, LONG[:1]):
+        assert real_tokens(OF_SAMPLES[:1].float(), x).all()
 
 
 @pytest.mark.parametrize(("shape", "x", "words"), [
-    ((8, 8), SQUARE_X, ["can be [B, N] or [N, N]", "[B, 1, 1, N] or as [1, 1, N, N]", "[8, 8]", "[8, 8, 6]"]),
-    ((4, 8, 8), LONG, ["samples or heads as its first axis", "[B, 1, N, N] or as [1, heads, N, N]", "[4, 8, 8]"]),
-    ((4, 1, 8), LONG, ["samples or heads as its first axis", "[4, 1, 8]"]),
-    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # [B * heads, N, N] of MultiheadAttention
-    ((3, 8), LONG, ["must be [B, N], [N, N]", "[3, 8]"]),
-    ((2, 1, 8, 8), LONG, ["must be [B, N], [N, N]", "[2, 1, 8, 8]"]),
-    ((4, 1, 3, 8), LONG, ["must be [B, N], [N, N]", "[4, 1, 3, 8]"]),
+    ((4, 8), LONG, ["must be [N, N] for mask_layout='scores' or [B, N] for mask_layout='keys'", "[4, 8]", "[4, 8, 6]"]),
+    ((3, 8), LONG, ["must be [N, N] for mask_layout='scores'", "[3, 8]"]),
+    ((4, 3, 8), LONG, ["must be [heads or 1, N or 1, N] or [B or 1, heads or 1, N or 1, N]", "[4, 3, 8]"]),
+    ((2, 1, 8, 8), LONG, ["must be [heads or 1, N or 1, N]", "[2, 1, 8, 8]"]),
+    ((4, 1, 3, 8), LONG, ["must be [heads or 1, N or 1, N]", "[4, 1, 3, 8]"]),
     ((4, 1, 1, 8, 8), LONG, ["two to four axes", "[4, 1, 1, 8, 8]"]),
     ((8,), LONG, ["two to four axes", "[8]"]),
     ((8, 8), torch.zeros(4, 8, 8, 6), ["belong to a stream [B, N, C]", "[4, 8, 8, 6]"]),
 ])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
-def test_ambiguous_masks_are_refused(shape, x, words, dtype):
+def test_unsupported_masks_are_refused(shape, x, words, dtype):
     with pytest.raises(ValueError, match="attention mask ") as error:
         real_tokens(torch.ones(shape, dtype=dtype), x)
     words = [*words, str(dtype), "register the block with mask=''"]
@@ -151,14 +147,18 @@ def test_a_mask_of_another_type_is_refused():
         real_tokens([[True]], LONG)
 
 
-def test_the_layout_resolves_ambiguous_masks():
+def test_the_layout_decides_on_masks_with_two_axes():
+    """The shape does not decide: a batch with as many samples as tokens would change the meaning of a mask."""
     causal, heads = torch.ones(8, 8).bool().tril(), torch.stack([torch.arange(8) < n for n in (2, 6, 3, 5)])
     assert real_tokens(causal, SQUARE_X, "scores").all()
     assert torch.equal(real_tokens(causal, SQUARE_X, "keys"), causal.unsqueeze(-1))
-    assert real_tokens(heads.view(4, 1, 8), LONG, "scores").flatten().tolist() == [True] * 6 + [False] * 2
-    for mask in (causal, causal[None], causal[None, None], OF_SAMPLES[:1]):  # these forms are unambiguous
-        readings = [real_tokens(mask, LONG[:, :8], layout) for layout in MASK_LAYOUTS]
-        assert all(torch.equal(reading, readings[0]) for reading in readings)
+    with pytest.raises(ValueError, match="must be \\[N, N\\] for mask_layout='scores'"):
+        real_tokens(causal, LONG, "keys")
+    for layout in MASK_LAYOUTS:
+        assert real_tokens(heads.view(4, 1, 8), LONG, layout).flatten().tolist() == [True] * 6 + [False] * 2
+        for mask in (causal[None], causal[None, None]):
+            assert real_tokens(mask, LONG, layout).all()
+        assert torch.equal(real_tokens(OF_SAMPLES[:1], LONG, layout), MASK[:1])
     with pytest.raises(ValueError, match="unknown mask layout 'key'"):
         create_connection("global", mask_layout="key")
 
@@ -246,14 +246,18 @@ def test_padding_changes_no_random_draw():
 
 def test_torchscript_and_fx_take_any_mask():
     x, f = batch(padding=2.0)
-    connection = create_connection("global").double()
-    traced = torch.fx.symbolic_trace(connection)
-    for compiled in (torch.jit.script(connection), traced, torch.fx.symbolic_trace(traced)):
-        for mask in (None, SQUARE, additive(SQUARE, -torch.inf), OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float()):
-            torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
-            assert mask is None or not compiled(x, f, mask)[~OF_SAMPLES].any()
-        with pytest.raises((ValueError, torch.jit.Error), match=r"can be \[B, N\] or \[N, N\]"):
-            compiled(*torch.ones(2, 8, 8, 6).double(), RAGGED)
+    of_scores, of_keys = (SQUARE, additive(SQUARE, -torch.inf)), (OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float())
+    for layout, masks in (("scores", of_scores), ("keys", (*of_scores, *of_keys))):
+        connection = create_connection("global", mask_layout=layout).double()
+        traced = torch.fx.symbolic_trace(connection)
+        for compiled in (torch.jit.script(connection), traced, torch.fx.symbolic_trace(traced)):
+            assert torch.equal(compiled(x, f, None), connection(x, f))
+            for mask in masks:
+                torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
+                assert not compiled(x, f, mask)[~OF_SAMPLES].any()
+            if layout == "scores":
+                with pytest.raises((ValueError, torch.jit.Error), match=r"must be \[N, N\] for mask_layout='scores'"):
+                    compiled(x, f, OF_SAMPLES)
 
 
 def test_torchscript_and_fx_use_the_mask_layout():

@@ -247,6 +247,13 @@ def test_wrong_kernels_of_the_norm_are_replaced_with_a_warning(wrong, result, mo
     torch.testing.assert_close(gradients(in_one_step("auto"), x, f, norm, (g, g)), measured)  # without a second warning
 
 
+def test_norms_with_other_parameters_have_their_own_kernels_and_checks():
+    norms = nn.LayerNorm(20), nn.LayerNorm(20, bias=False), nn.LayerNorm(20, elementwise_affine=False)
+    for norm in norms:
+        in_one_step("auto")(*tensors((3, 5, 20))[:2], norm)
+    assert len({case for case in backends._agrees if case[0] == "forward"}) == len(norms)
+
+
 # --------------------------------------------------------------------------------------------------- whole models
 SMALL = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=10)
 

@@ -30,7 +30,7 @@ from helpers.oracle import rounded, truth
 from helpers.parity import problem, problem_of_update, results
 
 from scripts.checks import fuzz
-from timm_ortho import create_connection, create_skip
+from timm_ortho import CONNECTIONS, create_connection, create_skip
 from timm_ortho.functional import residual_update, use_backend
 
 pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
@@ -268,6 +268,11 @@ PLACED = {  # shape, channel axis, how x and f are placed in memory
     "transposed": ((2, 5, 12), -1, lambda x, f: (x.mT.contiguous().mT, f.mT.contiguous().mT)),
     "branch transposed": ((2, 5, 12), -1, lambda x, f: (x, f.mT.contiguous().mT)),
 }
+
+
+def test_every_connection_has_a_formula():
+    missing = CONNECTIONS.keys() - {arguments["connection"] for arguments, *_ in CONNECTED.values()}
+    assert not missing, f"add {missing} to CONNECTED"
 
 
 @both

@@ -17,7 +17,7 @@ def measure(x, f, connection="feature", dim=-1):
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
-@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize("connection", timm_ortho.CONNECTIONS)
 def test_every_connection_is_measured_over_channels(connection, dim):
     x, f = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
     record = measure(x, f, connection, dim)

@@ -101,7 +101,7 @@ def test_two_calls_of_a_connection_are_averaged():
     assert list(measured[3:7]) == [row[key] for key in ("stream", "parallel", "orthogonal", "cosine")]
 
 
-@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize("connection", timm_ortho.CONNECTIONS)
 def test_rows_agree_with_record_dynamics(connection):
     model = vit(connection)
     recorder = timm_ortho.record(model)

@@ -1,5 +1,7 @@
 """Test that failures of the Hub, the network and the cache are reported soon, in one line with the cause."""
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,13 @@ def test_a_missing_revision_or_file(hub, client):
 def test_no_answer(hub, client, way):
     hub.fail("silence")
     check_refused(client.run(way), r"http://127.0.0.1:\d+ does not answer in time; try again later, or check")
+
+
+def test_a_longer_timeout_of_huggingface_hub_is_used(monkeypatch):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
+    code = "from timm_ortho.hub_client.errors import *; print(REQUEST_TIMEOUT, TOTAL_TIMEOUT)"
+    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert printed.split() == ["60.0", "62.0"]
 
 
 def test_a_server_that_is_not_a_hub(hub, client):

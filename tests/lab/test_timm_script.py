@@ -273,6 +273,15 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
         RunPlan.read(tmp_path / "out" / "linear-seed0").stages[0]) == 64
 
 
+@pytest.mark.parametrize(("script", "data"), [(None, {}), (STAND_IN, DATA)], ids=["lab", "train.py"])
+def test_the_batch_of_a_study_does_not_depend_on_the_trainer(tmp_path, script, data):
+    """A study's batch_size is the number of images per update. The options of a run have the images per step."""
+    folder = only_run(request(written(tmp_path, grid={}), tmp_path / "out", train_py=script,
+                              only=[("connection", "feature")], batch_size=16, grad_accum_steps=2, **data))
+    one = RunPlan.read(folder)
+    assert (one.stages[0].options["batch_size"], one.whole_batch(one.stages[0])) == (8, 16)
+
+
 def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
     """A run that was planned for two GPUs can be planned again for four."""
     for gpus in (2, 4):

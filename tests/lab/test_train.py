@@ -161,7 +161,7 @@ def test_runs_of_one_seed_are_paired():
 # ---------------------------------------------------------------------------------------- continued runs
 @pytest.mark.parametrize("options", [
     dict(mixup=0.4, reprob=0.3, drop_path=0.2, model_ema=True, model_ema_decay=0.9),
-    dict(grad_accum_steps=3, sched="step", decay_epochs=1, sched_on_updates=False),
+    dict(grad_accum_steps=3, batch_size=48, sched="step", decay_epochs=1, sched_on_updates=False),
     dict(sched_on_updates=True, opt="sgd", smoothing=0.0, lr_noise=[0.5, 1.0], warmup_epochs=1),
 ], ids=["mixup-ema", "step-accumulation", "per-update"])
 def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, options):
@@ -193,7 +193,7 @@ def switches(tmp_path_factory):
     Return the study's file and the run's folder by setting. The runs are not interrupted.
     """
     runs = {}
-    for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
+    for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2, batch_size=32)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
         folder = tmp_path_factory.mktemp(optimizer)
         path = written(folder, **switching(optimizer, **options))

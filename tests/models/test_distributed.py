@@ -21,7 +21,7 @@ VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_cl
 CASES = {
     "resnet": dict(connection="global", resnet=True),
     **{f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
-       for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")},
+       for connection in timm_ortho.CONNECTIONS if connection != "linear" for checkpointed in ("", " checkpointed")},
 }
 if backend.why_not_triton(torch.ones(1), torch.ones(1)) is None:  # the update with its norm, in Triton's interpreter
     CASES["kernels"] = dict(connection="feature", backend="triton")

@@ -231,7 +231,7 @@ def test_compiled_and_scripted_blocks_refuse_causal_attention():
 
 
 class Keeping(nn.Module):
-    """A user's block, whose mask can be [B, N] or [N, N]."""
+    """A user's block with a mask [B, N]."""
 
     def __init__(self):
         super().__init__()
@@ -246,18 +246,34 @@ class Inverted(Keeping):
         return x + self.f(x)
 
 
-def test_a_users_block_refuses_ambiguous_masks():
-    register_block(Keeping, stream="x", kinds=("mlp",))
+class OtherName(Keeping):
+    def forward(self, x, mask_of_keys=None):
+        return x + self.f(x)
+
+
+def test_the_author_of_a_block_decides_what_its_mask_means():
+    kinds = dict(stream="x", kinds=("mlp",))
+    for block, name in ((Keeping, "attn_mask"), (Inverted, "key_padding_mask"), (OtherName, "mask_of_keys")):
+        with pytest.raises(ValueError, match=f"'{name}' may be an attention mask: pass mask='{name}' if True allows "):
+            register_block(block, **kinds)
+    with pytest.raises(ValueError, match=r"Keeping.forward has no argument 'attn_msk': correct mask"):
+        register_block(Keeping, **kinds, mask="attn_msk")
+    with pytest.raises(ValueError, match="'key_padding_mask' is True for padding"):
+        register_block(Inverted, **kinds, mask="key_padding_mask")
+    register_block(Keeping, **kinds, mask="attn_mask", mask_layout="keys")
     block = connect(Keeping().double(), "global")
-    for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED[:, None, None])):
+    for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED)):  # B = 4 and B = N
         together = block(x.double(), mask)
-        for sample, length in enumerate(mask.flatten(1).sum(1)):
+        for sample, length in enumerate(mask.sum(1)):
             alone = block(x[sample:sample + 1, :length].double())
             torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
-    with pytest.raises(ValueError, match=r"can be \[B, N\] or \[N, N\]"):
-        block(torch.randn(8, 8, 6).double(), RAGGED)
-    with pytest.raises(ValueError, match="'key_padding_mask' is True for padding"):
-        register_block(Inverted, stream="x", kinds=("mlp",), mask="key_padding_mask")
+
+
+def test_recording_reads_no_mask_that_the_connection_ignores():
+    block, x, mask = connect(Keeping().double(), "feature"), torch.randn(4, 8, 6).double(), torch.ones(3, 8)
+    with record(block, every=1) as recorder:
+        block(x, mask)
+    assert len(recorder.rows) == 1
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):

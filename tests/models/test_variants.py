@@ -111,7 +111,10 @@ def test_the_papers_vits_are_validated_as_their_recipes_do(name, recipe):
 @pytest.mark.parametrize("name", SPREAD)
 def test_weights_of_the_linear_model_are_not_loaded(name):
     assert not timm.is_model_pretrained(name)
-    with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+    base = base_name(name)
+    advice = rf"{name} has no weights of its own, .*timm.create_model\('{base}', pretrained=True\), '(feature|global)'"
+    message = advice if timm.is_model_pretrained(base) else "No pretrained weights exist for"
+    with pytest.raises(RuntimeError, match=message):
         timm.create_model(name, pretrained=True)
 
 

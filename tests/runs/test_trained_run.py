@@ -12,10 +12,10 @@ from helpers.pickles import never_unpickled
 from helpers.tiny_study import compared, planned, read, request, switching, trained, written
 from helpers.trained_runs import lab_grid, timm_run
 
-from timm_ortho import cli
+from timm_ortho import cli, sites
 from timm_ortho.lab import commands as study
 from timm_ortho.runs.folders import class_names, read_history
-from timm_ortho.runs.trained_run import CheckpointRun, RunError
+from timm_ortho.runs.trained_run import CheckpointRun, RunError, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -42,6 +42,15 @@ def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+def test_a_new_argument_of_the_connection_keeps_the_others(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=1)
+    run = CheckpointRun(folder)
+    run.options["model_kwargs"] = {**(run.options.get("model_kwargs") or {}), "connection_eps": 0.5}
+    for overrides, prob in (({}, 1.0), ({"connection_prob": 0.5}, 0.5)):
+        connection = sites(run_model(run, **overrides))[0].connection
+        assert (connection.eps, connection.prob) == (0.5, prob)
 
 
 def test_the_last_row_of_an_epoch_is_used(tmp_path):

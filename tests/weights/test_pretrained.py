@@ -162,7 +162,7 @@ def test_channels_and_classes_adapt_as_in_timm(small):
     assert [tuple(f.shape) for f in features] == [(2, 48, 4, 4)]
 
 
-@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize("connection", timm_ortho.CONNECTIONS)
 @pytest.mark.parametrize(("name", "arguments"), [
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])

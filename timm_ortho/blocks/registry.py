@@ -8,6 +8,7 @@ from torch import nn
 from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
+from ..masks import MASK_LAYOUTS
 from ..routing import RoutingError, bypass_of
 from . import lookup
 from .detection import calls_forward_of_base, looks_residual
@@ -24,7 +25,8 @@ def register_block(
         width: Union[int, Callable[[nn.Module], int], None] = None,
         keep: str = "output",
         method: str = "forward",
-        mask: str = "attn_mask",
+        mask: Optional[str] = None,
+        mask_layout: str = "scores",
         causal: Union[bool, str] = False,
         sides_differ: bool = False,
         bypass: bool = False,
@@ -51,9 +53,11 @@ def register_block(
             output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
         mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
-            mask to exclude padding (see :func:`timm_ortho.masks.real_tokens`). True must allow attention, as in
-            ``scaled_dot_product_attention``. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""``
-            for them.
+            mask to exclude padding, see :func:`timm_ortho.masks.real_tokens`. True must allow attention, as in
+            ``scaled_dot_product_attention``. Pass ``""`` for a mask with the opposite meaning, as in
+            ``nn.MultiheadAttention``, or without padding. None for the mask of a registered base class. Other classes
+            need a value if the name of an argument contains ``mask``.
+        mask_layout: Layout of masks with two axes: ``"scores"`` for ``[N, N]``, ``"keys"`` for ``[B, N]``.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
             connections with one projection per sample. A string names an attribute that is true in causal blocks. The
             attribute is read from the block, or from the nearest module around the block that has the attribute.
@@ -107,18 +111,18 @@ def register_block(
             raise ValueError(f"{argument} needs one value, or {len(kinds)} (one for each kind), got {len(values)} in a "
                              "sequence")
     width = last_width if width is None else width if callable(width) else check_count("width", width)
-    if mask.endswith("key_padding_mask"):
-        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
-                         "or give the block the inverted mask under another name")
+    known_name("mask layout", mask_layout, MASK_LAYOUTS)
     if not isinstance(causal, (bool, str)):
         raise TypeError(f"causal must be True, False or the name of an attribute, got {causal!r}")
     name = lookup.class_name(block)
-    spec = BlockSpec(
-        name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal,
-        sides_differ=bool(sides_differ), width=width)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
+    spec = BlockSpec(
+        name, streams, kinds, dims, keep=keep, method=method, mask=_mask(block, method, mask),
+        mask_layout=mask_layout, causal=causal, sides_differ=bool(sides_differ), width=width)
     known = lookup.SPECS.get(name, spec)
+    if known._replace(width=spec.width) == spec and _code(known.width) == _code(width):  # a cell that runs again
+        spec = known
     if known != spec and lookup.REGISTERED.get(name, block) is block:
         differing = [f"{field}={getattr(known, field)!r}" for field in signature(register_block).parameters
                      if getattr(known, field, None) != getattr(spec, field, None)]
@@ -129,6 +133,32 @@ def register_block(
         _check_bypass(cast(type, block), spec)
     lookup.SPECS[name], lookup.REGISTERED[name] = spec, block
     return block
+
+
+def _mask(block: type, method: str, mask: Optional[str]) -> str:
+    """Return the name of the argument of a method with the attention mask, "" if there is none."""
+    arguments = signature(getattr(block, method)).parameters
+    masks = [name for name in arguments if "mask" in name]
+    if mask is None:
+        known = next(filter(None, (lookup.SPECS.get(lookup.class_name(cls)) for cls in block.__mro__)), None)
+        if known and (known.mask in masks or not masks):
+            return known.mask
+        if masks:
+            raise ValueError(
+                f"{masks[0]!r} may be an attention mask: pass mask={masks[0]!r} if True allows attention, or mask='' "
+                "if True forbids attention, as in nn.MultiheadAttention, or if the mask does not mark padding")
+        return ""
+    if mask and mask not in arguments:
+        raise ValueError(f"{block.__name__}.{method} has no argument {mask!r}: correct mask, or pass mask=''")
+    if mask.endswith("key_padding_mask"):
+        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
+                         "or give the block the inverted mask under another name")
+    return mask
+
+
+def _code(width: Any) -> Any:
+    """Return what decides whether two widths are equal: of functions the code, because two lambdas are never equal."""
+    return getattr(width, "__code__", width)
 
 
 def _check_bypass(block: type, spec: BlockSpec) -> None:

@@ -76,11 +76,11 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
         >>> issubclass(routed_class(host, lookup.spec_of_class(host)), host)
         True
     """
-    return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds)
+    return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds, getattr(host, _method(host, spec)))
 
 
-@cache  # pickle requires one class per name
-def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
+@cache  # pickle requires one class per name. A method that was replaced after the first call needs a new class
+def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...], method: Any) -> type:
     name = routed_name(spec.name)
     if kinds != tuple(spec.sites):
         name += "__" + "_and_".join(kinds)
@@ -129,16 +129,24 @@ def with_norm(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
     return {kind: found[connection] for kind, connection in spec.sites.items() if connection in found}
 
 
-@cache
 def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
+    return _route(host, spec, kinds, getattr(host, _method(host, spec)))
+
+
+def _method(host: type, spec: BlockSpec) -> str:
+    return spec.method if hasattr(host, spec.method) else "forward"
+
+
+@cache
+def _route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...], method: Any) -> Route:
     streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
     sums = [
         Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
-    method = spec.method if hasattr(host, spec.method) else "forward"
-    return Route(host, sums, method=method, mask=spec.mask, library=library_of(host), sides_differ=spec.sides_differ)
+    return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
+                 sides_differ=spec.sides_differ)
 
 
 def library_of(cls: type) -> str:

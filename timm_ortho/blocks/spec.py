@@ -42,7 +42,7 @@ class BlockSpec(NamedTuple):
         dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if this block or the next one changes the sum in place.
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
-        mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.masks.real_tokens`.
+        mask_layout: Layout of attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
             block separately.

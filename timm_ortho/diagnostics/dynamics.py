@@ -74,7 +74,12 @@ def measure(
     # float32, because the square of a norm of 256 overflows float16
     x, f, y = (t if t.dtype == torch.float64 else t.float() for t in (x, f, y))
     added = y - x
-    real = real_tokens(attn_mask, x, connection.mask_layout)
+    try:
+        real = real_tokens(attn_mask, x, connection.mask_layout)
+    except ValueError:  # connections with one projection per token accept masks of all shapes
+        if connection.dims is None:
+            raise
+        real = None
     if real is not None:
         x, f, added = (without_padding(t, real) for t in (x, f, added))
     dim = connection.dim % x.dim()  # after unflatten: the axis of the groups, followed by the axis of their channels

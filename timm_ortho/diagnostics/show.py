@@ -14,7 +14,7 @@ from .._compat import named_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
 from ..blocks import spec_of, with_norm as norms_after
-from ..connections import is_orthogonal
+from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
 from ..update.backend import has_kernels
 from .dynamics import SiteDynamics, record_dynamics
@@ -78,7 +78,7 @@ def with_norm(model: nn.Module) -> str:
         if spec is not None:
             for kind, norm in norms_after(block, spec).items():
                 connection = dict(named_children(block)).get(spec.sites[kind])
-                fused += connection is not None and is_orthogonal(connection) and has_kernels(block.get_submodule(norm))
+                fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 
 

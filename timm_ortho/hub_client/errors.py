@@ -3,6 +3,7 @@
 huggingface_hub alone retries for 23 seconds without a network, and for minutes if the server does not answer. It then
 reports "check your connection" for every cause.
 """
+import os
 import re
 import threading
 from concurrent.futures import Future
@@ -24,8 +25,8 @@ from huggingface_hub.utils import validate_repo_id
 from .._compat import has_hf_hub
 from .._text import error_text
 
-REQUEST_TIMEOUT = 5.0  # seconds for one request
-TOTAL_TIMEOUT = 7.0  # seconds for one call of huggingface_hub, including the DNS lookup and repeated requests
+REQUEST_TIMEOUT = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5.0)  # seconds for one request
+TOTAL_TIMEOUT = REQUEST_TIMEOUT + 2.0  # seconds for one call of huggingface_hub, with DNS lookup and repeated requests
 
 T = TypeVar("T")
 

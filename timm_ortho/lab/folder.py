@@ -116,7 +116,7 @@ class RunPlan:
     def whole_batch(self, stage: Stage) -> int:
         """Return the number of images in one update of the weights, over all processes and accumulated steps.
 
-        The plan must be for one process and step, or come from `with_divided_batch`.
+        The plan must come from `with_divided_batch`.
         """
         return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
 
@@ -124,7 +124,7 @@ class RunPlan:
         """Return a plan in which `batch_size` is divided among the processes and accumulated steps.
 
         Before the division, `batch_size` is the number of images in one update of the weights. After it, `batch_size`
-        is the number of images of one process in one accumulated step, as timm's script expects.
+        is the number of images of one process in one accumulated step, as both trainers expect.
 
         Raises:
             LabError: `batch_size` is not divisible.

@@ -9,6 +9,7 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     get_pretrained_cfg,
+    is_model_pretrained,
     register_model,
     resolve_pretrained_cfg,
 )
@@ -17,9 +18,10 @@ from torch import nn
 from .._compat import adapt_model_from_file
 from ..convert import connect
 from ..diagnostics import record_if_requested
+from ..hub_client.errors import WeightsError
 from ..weights.checks import checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
-from .names import SUFFIXES
+from .names import SUFFIXES, base_name
 from .variant_arguments import pop_connect_arguments
 
 
@@ -46,6 +48,7 @@ def create(
         own_cfg = _own_pretrained_cfg(name, pretrained_cfg)
         cfg = resolve_pretrained_cfg(name, own_cfg, kwargs.get("pretrained_cfg_overlay"))
         if pretrained:
+            _refuse_weights_of_timm(name, arguments["connection"], cfg)
             overlay = {**(kwargs.get("pretrained_cfg_overlay") or {}), **located(cfg, kwargs.get("cache_dir"))}
             kwargs["pretrained_cfg_overlay"] = overlay
 
@@ -75,6 +78,15 @@ def create(
     # timm stores these arguments only from 1.0.31 on, and only in create_model.
     model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
     return record_if_requested(model)
+
+
+def _refuse_weights_of_timm(name: str, connection: str, cfg: PretrainedCfg) -> None:
+    """Raise WeightsError if only timm's model has weights. They were trained with plain addition."""
+    base = base_name(name)
+    if not (cfg.has_weights or cfg.state_dict) and is_model_pretrained(base):
+        raise WeightsError(
+            f"{name} has no weights of its own, and timm's weights of {base} were trained with plain addition: use "
+            f"timm_ortho.connect(timm.create_model({base!r}, pretrained=True), {connection!r}), or pretrained=False")
 
 
 # The fields of a PretrainedCfg that describe weights, with their default values.

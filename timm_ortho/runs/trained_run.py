@@ -138,7 +138,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     check_options(options, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
-    if name != options["model"] or any(map(is_variant_argument, overrides)):
+    if name != options["model"]:
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
     try:
         model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})

@@ -164,6 +164,7 @@ def gradients(
     """
     for_x, for_f, for_weights = needed
     stream_dtype, acc = x.dtype, n.dtype
+    a, b = (in_dtype(w, acc) if isinstance(w, Tensor) else w for w in (a, b))
     k = a if not isinstance(b, Tensor) and b == 0.0 else a - b  # torch 2.14 cannot compile a - 0.0
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)

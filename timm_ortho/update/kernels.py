@@ -392,7 +392,7 @@ class Launch:
 
 # Releases of Triton whose compiled kernels take all arguments of the kernel, constants included. Other releases launch
 # through JITFunction each time.
-TAKES_ALL_ARGUMENTS = (3, 3) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 8)
+TAKES_ALL_ARGUMENTS = (3, 3) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 
 def addresses_of(*tensors: Optional[Tensor]) -> int:
@@ -442,7 +442,8 @@ class Plan:
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
         self.is_direct = self.has_order and x.numel() > 0 and not self.tiles.BLOCK_PIECES
         self.label = f"{'feature' if len(dims) == 1 else 'global'} scope"
-        self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims))
+        self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims),
+                     self.recover, a is None, b is None, *self.tiles[8:])
         self.like_sums = x.new_empty(1, dtype=self.acc).expand(2, self.tiles.projections)  # for torch.empty_like
         self.launches: Dict[Any, Launch] = {}
         self.forward: Any = self.update

@@ -289,8 +289,9 @@ def make_plan(key: Tuple[Any, ...], x: Tensor, f: Tensor, eps: float, norm: Any,
     """
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-    c = own_parameters(norm).get("bias")
-    plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, None if c is None else c.dtype)
+    w, c = (None if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias")))
+    plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, c)
+    plan.case = *plan.case, w, c
     if check:
         plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
         plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)

@@ -15,7 +15,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `recipe` | name or file of the recipe, which sets the defaults of the options and of `dataset`. `paper` selects the
   paper's recipe for each model and data set. Without this key, the recipe is `digits` for the data set `digits`, and
   `small_images` for all other data sets |
-| `options` | timm's options, which override the recipe's |
+| `options` | timm's options, which override the recipe's. `batch_size` is the number of images in one update of the
+  weights, over all processes and accumulated steps |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
 | `grid` | for each axis, a mapping from its values to their changes, such as `{batch: {large: {batch_size: 512}}}`. An

@@ -186,10 +186,8 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
         stages = [Stage(".", options, stop_epoch=stop),
                   Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
     of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
-    if request.train_py is None:
-        return RunPlan("lab", stages, **of_design)
-    script = str(request.train_py.absolute())
-    return RunPlan(script, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
+    trainer = "lab" if request.train_py is None else str(request.train_py.absolute())
+    return RunPlan(trainer, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description

@@ -81,9 +81,10 @@ def _check_training(variant: Variant, source: Source) -> None:
     options = Namespace(**{**vars(variant.options), "model_kwargs": kwargs})
     if options.epochs < 1:
         raise LabError(f"epochs must be at least 1, got {options.epochs}")
-    stage = Stage(".", vars(options))
+    plan = RunPlan("lab", [Stage(".", vars(options))]).with_divided_batch()
+    (stage,) = plan.stages
     with refused("timm cannot build a run from these options"):
-        Training(RunPlan("lab", [stage]), stage, Path(), source, options)
+        Training(plan, stage, Path(), source, Namespace(**stage.options))
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> Checked:
