@@ -1,4 +1,4 @@
-"""Format text: aligned columns, file names, suggestions for names, errors in one line, values for JSON, and SVG."""
+"""Format text: aligned columns, file names, suggestions, errors in one line, JSON and SVG. Define the users' error."""
 import difflib
 import io
 import math
@@ -14,7 +14,7 @@ _OTHER_WORDS = {  # words from the papers and other libraries -> names of this p
 class UserError(Exception):
     """The user's input cannot be used. The message is one line with the problem and the remedy.
 
-    It is no ValueError, whose message argparse would replace. Its public subclasses are.
+    Its subclasses are ValueErrors too. UserError itself is not, because argparse replaces the message of a ValueError.
     """
 
 
