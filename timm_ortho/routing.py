@@ -116,6 +116,8 @@ class Route:
         mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method lacks it.
         library: Library of the block, for errors: ``"timm 1.0.31"``.
         sides_differ: Whether the sides of an ``if`` have different additions, which then do not share numbers.
+        keeps_order: Whether a branch on the left is computed before a stream that contains a call, because both may
+            draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
@@ -139,7 +141,7 @@ class Route:
 
     def __init__(
             self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
-            sides_differ: bool = False,
+            sides_differ: bool = False, keeps_order: bool = False,
     ) -> None:
         self.block, self.name = block, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
@@ -169,7 +171,7 @@ class Route:
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = _Router(sums, self.method, mask, sides_differ)
+        router = _Router(sums, self.method, mask, sides_differ, keeps_order)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
@@ -239,9 +241,11 @@ class Route:
 class _Router(ast.NodeTransformer):
     """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run."""
 
-    def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool) -> None:
+    def __init__(
+            self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool, keeps_order: bool,
+    ) -> None:
         self.sums = sums
-        self.sides_differ = sides_differ
+        self.sides_differ, self.keeps_order = sides_differ, keeps_order
         self.streams = {stream for expected in sums for stream in expected.normalized}
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
@@ -268,7 +272,8 @@ class _Router(ast.NodeTransformer):
         connection, stream, branch = match
         if connection is None:
             return self.generic_visit(node)
-        return ast.copy_location(self._call(connection, stream, branch, stream is node.right), node)
+        branch_first = self.keeps_order and stream is node.right
+        return ast.copy_location(self._call(connection, stream, branch, branch_first), node)
 
     def _is_sum(self, node: ast.expr) -> bool:
         return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
@@ -311,7 +316,6 @@ class _Router(ast.NodeTransformer):
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
         arguments = [stream, self.visit(branch)]
         if branch_first and all(any(isinstance(node, ast.Call) for node in ast.walk(each)) for each in arguments):
-            # both summands may draw random numbers or work in place: compute the branch first, as in the source
             keywords = [ast.keyword("f", arguments[1]), ast.keyword("x", arguments[0]), *keywords]
             arguments = []
         call = ast.Call(func=module, args=arguments, keywords=keywords)

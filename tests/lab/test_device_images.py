@@ -332,7 +332,6 @@ def test_a_corrupt_image_is_named(several, tmp_path, capsys):
      r"the images cannot be stored on the device: 'aa' \(rand-m9\) exists only in the loader; "
      r"'rand_augment: \[N, M\]' is torchvision's RandAugment: use --no-device-images"),
     (dict(grayscale_prob=0.1), "'grayscale_prob' exists only in the loader"),
-    (dict(train_interpolation="foo"), "timm cannot build a run from these options: unknown name 'foo'"),
     (dict(color_jitter=[0.4, 0.4, 0.4, 0.9]), "hue values should be between"),
     (dict(crop_padding=0, train_crop_mode="rkrc"), "'train_crop_mode' rkrc exists only in the loader"),
     (dict(device_images=None), "option 'crop_padding' needs images that are stored on the device: add --device-images"),
@@ -356,8 +355,12 @@ def test_bad_options(changes, message):
     ("ratio", [1.0], r"\[1.0\], but must be two positive numbers"),
     ("cutmix_minmax", [0.9, 0.2], r"\[0.9, 0.2\], but must be two different numbers from 0 to 1 in ascending order"),
     ("cutmix_minmax", [0.5, 0.5], r"\[0.5, 0.5\], but must be two different numbers"),
-    ("mixup_mode", "foo", "'foo', but must be batch, pair or elem"),
-    ("remode", "foo", "'foo', but must be const, rand or pixel"),
+    ("mixup_mode", "foo", "'foo', but must be one of 'batch', 'pair', 'elem'"),
+    ("remode", "foo", "'foo', but must be one of 'const', 'rand', 'pixel'"),
+    ("train_interpolation", "lanczos", "'lanczos', but must be one of 'random', 'bilinear', 'bicubic', ''"),
+    ("clip_mode", "foo", "'foo', but must be one of 'norm', 'value', 'agc'"),
+    ("lr_base_scale", "foo", "'foo', but must be one of 'linear', 'sqrt', ''"),
+    ("worker_seeding", "foo", "'foo', but must be one of 'all', 'part'"),
 ])
 def test_values_that_timm_does_not_check(monkeypatch, on_device, key, value, message):
     monkeypatch.delattr(trainers, "open_source")  # the values are checked before the data set is opened
@@ -400,9 +403,9 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     request = compared(tmp_path / "out", ["linear"], **EVERYTHING)
     assert commands.run(request) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[0].endswith("; images: on the device")
-    assert "The decoded images are stored on the device, where whole batches are augmented." in (
-        tmp_path / "out" / "report.md").read_text()
+    sentence = "The decoded images are stored on the device, where whole batches are augmented."
+    assert sentence in printed.err.splitlines()[1]
+    assert sentence in (tmp_path / "out" / "report.md").read_text()
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0

@@ -194,6 +194,21 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
     assert f"{tmp_path / 'history.csv.gz'} {reason}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["results.json", "study.json"])
+@pytest.mark.parametrize(("content", "reason"), [
+    ("{", "JSONDecodeError: Expecting property name"), ('{"a": 1}', "KeyError: 'study'"), ("[1]", "Error: "),
+    ('{"parts": [1]}', "Error: ")])
+def test_results_that_are_damaged_or_foreign(tmp_path, capsys, name, content, reason):
+    (tmp_path / name).write_text(content)
+    argument = tmp_path if name == "study.json" else tmp_path / name
+    assert cli.main(["study", "report", str(argument), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"timm-ortho: error: {tmp_path / name} cannot be read (")
+    assert reason in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):
     (tmp_path / "results.json").mkdir()
     with pytest.raises(LabError, match=r"results.json cannot be written \(Is a directory\): free disk space"):

@@ -201,10 +201,10 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
     requested = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
     assert study.run(requested) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
-        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2; "
-        "images: through the loader",
-        "digits: 100 training images, 32 validation images (split 'test'), 10 classes, channels: 1, image size: "
-        "16 x 16 (set by --img-size; the first image of the data set has 8 x 8)"]
+        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; data: digits; connections: linear, feature; seeds: 3, 5; "
+        "epochs: 2",
+        "The images have 16 x 16 pixels (set by --img-size; the first image of the data set has 8 x 8 pixels), 1 "
+        "channel and 10 classes. There are 100 training images and 32 test images (split “test”)."]
 
 
 class Terminal(io.StringIO):
@@ -498,7 +498,7 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
 
 def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
+    (tmp_path / "a" / RESULT).write_text('{"top1": null}')
     launcher._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
     assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
 
@@ -531,6 +531,49 @@ def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
     with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
         launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
+
+
+@pytest.mark.parametrize(("jobs", "squeue", "failed"), [
+    ([RESULT], [0, 1, 1, 0], None),
+    ([None, None, RESULT], [0] * 4, None),
+    ([None, "new"], [0] * 3, "new"),
+    ([None, None, None], [0] * 4, "its process ended without a result"),
+])
+def test_slurm_jobs_of_a_run_that_failed_before(tmp_path, monkeypatch, capsys, jobs, squeue, failed):
+    """Each job writes a result or an error, or dies before it writes a session. The numbers are squeue's exit status.
+    """
+    (tmp_path / "a").mkdir()
+    sessions, submitted, answers = [{"error": "old"}], [], iter(squeue)
+
+    def submit(self, root, runs, names):
+        (root / "a" / "job").write_text("7")
+        submitted.append(jobs[len(submitted)])
+
+    def answer(*_, **__):
+        status, job = next(answers), (submitted or [None])[-1]
+        if job == RESULT and not status:
+            (tmp_path / "a" / RESULT).write_text('{"top1": 50.0}')
+        sessions.extend([{"error": job}] if job == "new" else [])
+        (tmp_path / "a" / "sessions.json").write_text(json.dumps(sessions))
+        return SimpleNamespace(returncode=status, stdout="", stderr="Socket timed\nout")
+
+    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
+    monkeypatch.setattr(launcher.Slurm, "_submit", submit)
+    monkeypatch.setattr(launcher.subprocess, "run", answer)
+    failures = launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+    assert failures == ({"a": f"{failed}, see {tmp_path / 'a' / LOG}"} if failed else {})
+    assert (submitted, list(answers)) == (jobs, [])
+    errors = capsys.readouterr().err
+    assert errors.count("squeue failed: Socket timed out; it is called again in 0 s") == sum(squeue)
+
+
+def test_slurm_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    """Without a first answer, it is unknown which runs are queued, so none is submitted."""
+    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
+    monkeypatch.setattr(
+        launcher.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="Socket timed\nout"))
+    with pytest.raises(LabError, match=r"^squeue failed: Socket timed out$"):
+        launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
 
 
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ def test_compare_on_photographs(tmp_path, capsys):
         "compare", "--data-dir", IMAGENETTE, "--model", "vit_tiny_patch16_224", "--connections", "linear", "feature",
         "--epochs", "1", "--seeds", "1", "--device", "cpu", "-j", "0", "-b", "16", "-o", "train_num_samples=64",
         "-o", "val_num_samples=32", "--output", str(tmp_path / "out")]) == 0
-    assert "64 training images, 32 validation images (split 'val'), 10 classes, " in capsys.readouterr().err
+    assert "64 training images and 32 validation images (split “val”)" in capsys.readouterr().err
     data = yaml.safe_load((tmp_path / "out" / "study.yaml").read_text())["study"]["data"]
     assert (data["image_size"], data["size_from"], data["channels"]) == ([224, 224], "the model's default", 3)
     runs = read(tmp_path / "out" / "results.json")["runs"]

@@ -122,10 +122,9 @@ def test_only_some_cells(tmp_path):
         names(("lr", "0.1"))
     with pytest.raises(LabError, match="--only depth: the study has no such axis, only lr, connection"):
         names(("depth", "3"))
-    samples = request(written(tmp_path, grid={"train_num_samples": [10000, 20000, 30]}), tmp_path / "out",
-                      only=[("train_num_samples", "10000,20000")])
-    assert [variant.cell["train_num_samples"] for variant in samples.select(samples.design.variants({}))] == [
-        10000, 10000, 20000, 20000]
+    long = request(written(tmp_path, grid={"epochs": [10000, 20000, 30]}), tmp_path / "out",
+                   only=[("epochs", "10000,20000")])
+    assert [variant.cell["epochs"] for variant in long.select(long.design.variants({}))] == [10000, 10000, 20000, 20000]
 
 
 @pytest.mark.parametrize("study", NAMES)

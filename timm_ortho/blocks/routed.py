@@ -145,8 +145,9 @@ def _route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...], method
         Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
+    is_own = host.__module__.partition(".")[0] not in ("timm", "torchvision", "transformers")
     return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
-                 sides_differ=spec.sides_differ)
+                 sides_differ=spec.sides_differ, keeps_order=is_own)
 
 
 def library_of(cls: type) -> str:

@@ -13,7 +13,7 @@ from .._text import aligned
 from . import LabError, refuse_links
 from .costs import cost_report
 from .costs.cost_report import cost
-from .folder import RunPlan
+from .folder import RunPlan, read_as
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
@@ -149,19 +149,10 @@ def run(
 def _opening(planned: StudyPlan) -> list[str]:
     """Return the lines that describe the runs and their images. They are printed before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
-    lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
-             f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
-             f"{' or '.join(map(str, epochs))}"]
-    data = study.get("data")
-    if data:
-        lines[0] += f"; images: {'on the device' if data['on_device'] else 'through the loader'}"
-        size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
-        resized = f"; the first image of the data set has {first}" if first and first != size else ""
-        lines.append(
-            f"{study['dataset']}: {data['train']} training images, {data['validation']} validation images (split "
-            f"'{data['validation_split']}'), {data['classes']} classes, channels: {data['channels']}, image size: "
-            f"{size or 'several'} (set by {data['size_from']}{resized})")
-    return lines
+    runs = (f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; data: {study['dataset']}; "
+            f"connections: {', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
+            f"{' or '.join(map(str, epochs))}")
+    return [runs, *filter(None, [" ".join(report.of_data(Layout.of(study)))])]
 
 
 def _threads_for(run_plan: RunPlan) -> int:
@@ -188,7 +179,8 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     """
     if len(folders) == 1 and folders[0].suffix == ".json":
         output = output or folders[0].parent
-        text = rewrite(json.loads(folders[0].read_text(encoding="utf-8")), output)
+        parts = read_as(folders[0], lambda text: _parts(json.loads(text)), "choose the results.json of a report")
+        text = _report(parts, output)
     else:
         output = output or folders[0]
         parts = collect(folders)
@@ -205,8 +197,12 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
 
 def rewrite(results: Mapping[str, Any], folder: Path) -> str:
     """Write a report again from the contents of its `results.json`, and return its main table as text."""
-    parts = results.get("parts", [results])
-    return _report([(part["study"], part["runs"], part["unfinished"], part.get("recorded")) for part in parts], folder)
+    return _report(_parts(results), folder)
+
+
+def _parts(results: Mapping[str, Any]) -> list[tuple]:
+    return [(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
+            for part in results.get("parts", [results])]
 
 
 def _report(parts: Sequence[tuple], folder: Path) -> str:

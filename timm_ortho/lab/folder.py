@@ -146,7 +146,7 @@ class RunPlan:
         """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
         refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / PLAN, dump_yaml(_plain(asdict(self)), sort_keys=False))
+        write_text(folder / PLAN, dump_yaml(asdict(self), sort_keys=False))
         self.write_options(folder)
         if not (folder / CARD).is_file():
             self.write_card(folder)
@@ -155,7 +155,7 @@ class RunPlan:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
-            write_text(folder / stage.folder / "args.yaml", dump_yaml(_plain(dict(stage.options))))
+            write_text(folder / stage.folder / "args.yaml", dump_yaml(stage.options))
 
     def write_card(self, folder: Path, result: Optional[Mapping[str, Any]] = None, **of_study: Any) -> None:
         """Write the `card.json` of each stage, which refers to the last stage.
@@ -203,38 +203,33 @@ def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
         "made_with": {key: value for key, value in made.items() if value}, **of_study})
 
 
-def _plain(value: Any) -> Any:
-    """Return a value with its tuples replaced by lists, because YAML has no tuples."""
-    return json.loads(json.dumps(value))
-
-
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file in JSON Lines format."""
     with writing(path), open(path, "a", encoding="utf-8") as file:
         file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
 
-def _read(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder} to train the run again") -> Any:
-    """Parse a file. A missing or damaged file raises a LabError with the advice about its folder."""
+def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder} to train the run again") -> Any:
+    """Parse a file. A missing or damaged file, or one without an expected key, raises a LabError with the advice."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError) as error:
+    except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError) as error:
         raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a JSON Lines file as dicts, [] if the file does not exist."""
-    return _read(path, json_lines) if path.is_file() else []
+    return read_as(path, json_lines) if path.is_file() else []
 
 
 def read_json(path: Path) -> Any:
     """Return the contents of a JSON file, None if it does not exist."""
-    return _read(path, json.loads) if path.is_file() else None
+    return read_as(path, json.loads) if path.is_file() else None
 
 
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
     """Return the contents of a YAML file. The error for a damaged file ends with the advice."""
-    return _read(path, load_yaml, advice)
+    return read_as(path, load_yaml, advice)
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:
@@ -325,12 +320,13 @@ def state(folder: Path) -> tuple[str, str]:
     return ("stopped", done) if session else ("waiting", "")
 
 
-def last_session(folder: Path) -> dict:
+def last_session(folder: Path, first: int = 0) -> dict:
     """Return the entry in `sessions.json` of the last process that trained the run, {} if there was none.
 
-    The entry has an `error` only if the run failed, not if the user interrupted it.
+    Entries before the index `first` are ignored. The entry has an `error` only if the run failed, not if the user
+    interrupted it.
     """
-    return (read_json(folder / SESSIONS) or [{}])[-1]
+    return [{}, *(read_json(folder / SESSIONS) or [])[first:]][-1]
 
 
 def with_last_words(folder: Path, reason: str) -> str:

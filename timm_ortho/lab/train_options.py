@@ -2,7 +2,8 @@
 
 | key | meaning |
 | --- | --- |
-| `type`, `default`, `choices` | as in timm's parser |
+| `type`, `default` | as in timm's parser |
+| `choices` | the values that timm's code supports; its parser checks few of them |
 | `list` | true if the option is a list |
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
 | `lab` | `used` if the lab's loop applies the option, `unused` if the option affects only logs and files. In the
@@ -34,7 +35,7 @@ DEVICE_OPTIONS = {
     "rand_augment_group": {"type": "int", "default": 64, "lab": "used", "about": "data"},
 }
 
-# Allowed values of options that timm reads without a check, or checks only while it trains: the description, a test of
+# Allowed numbers of options that timm reads without a check, or checks only while it trains: the description, a test of
 # a value, and the names of the options.
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number from 0 to 1", lambda value: 0 <= value <= 1,
@@ -49,8 +50,6 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      lambda value: len(value) == 2 and 0 <= value[0] < value[1] <= 1, "cutmix_minmax"),
     ("a number of operations and a magnitude up to 30",
      lambda value: not value or (len(value) == 2 and value[0] >= 0 and 0 <= value[1] <= 30), "rand_augment"),
-    ("batch, pair or elem", lambda value: value in ("batch", "pair", "elem"), "mixup_mode"),  # timm uses batch if not
-    ("const, rand or pixel", lambda value: value.lower() in ("", "const", "rand", "pixel"), "remode"),
 )
 
 

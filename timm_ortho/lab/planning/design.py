@@ -32,11 +32,11 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
   `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If the `grid` of a scale contains
   an axis of the study, the axis has only the values that the scale lists |
 
-A value of an axis may change `model`, `recipe`, `connections`, and all of timm's options except `seed` and `dataset`.
-In place of `connections` it may set `connection`, the only connection of its cells. Its key `switch` changes the
-connection during training, for example `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`.
-Keys that begin with `connection_` are arguments of the model. `model_kwargs` of a scale or of an axis value are added
-to the study's `model_kwargs`.
+A value of an axis may change `model`, `recipe`, `connections`, and all of timm's options except `seed` and the options
+of the data set, such as `dataset`, `in_chans` and `train_num_samples`. In place of `connections` it may set
+`connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
+`{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
+arguments of the model. `model_kwargs` of a scale or of an axis value are added to the study's `model_kwargs`.
 
 A study of this package follows further rules, which `tests/lab/test_studies.py` checks:
 
@@ -75,6 +75,13 @@ _CELL = frozenset("model recipe connections connection switch".split())
 # Defaults of the connections' arguments. A run that sets an argument to its default equals a run without the argument.
 _DEFAULTS = {name: signature(connect).parameters[of_connect].default
              for name, of_connect in VARIANT_ARGUMENTS.items() if name.startswith("connection_")}
+
+# Options that cannot be an axis: the data set is opened once for all cells, and each cell is trained with each seed.
+_SHARED = {
+    "seed": "seeds: use the key seeds, or --seeds",
+    **dict.fromkeys(("dataset data_dir train_split val_split train_num_samples val_num_samples class_map "
+                     "input_img_mode input_key target_key in_chans num_classes").split(),
+                    "images: set it for the whole study, by its key options or by --option")}
 
 # timm's names of the paper's data sets. The empty name is an image folder in --data-dir.
 _TIMM_NAMES = {
@@ -318,10 +325,8 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         raise LabError(f"{where}: its changes must be a mapping, such as {{batch_size: 512}}, not {entry!r}")
     changes: dict[str, Any] = {"options": {}}
     for key, value in entry.items():
-        if key == "seed":
-            raise LabError(f"{where}: a seed cannot be an axis: use the key seeds, or --seeds")
-        if key == "dataset":
-            raise LabError(f"{where}: a data set cannot be an axis: use --dataset")
+        if key in _SHARED:
+            raise LabError(f"{where}: '{key}' cannot be an axis, because all cells have the same {_SHARED[key]}")
         if key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:

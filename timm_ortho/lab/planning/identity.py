@@ -28,7 +28,7 @@ def run_identity(run: RunPlan) -> dict:
     values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
               "trainer": run.trainer_name}  # without the path of train.py
     del values["gpus"], values["nodes"]
-    return json.loads(json.dumps(values))  # turns tuples into lists; as_yaml_values would be a hundred times slower
+    return json.loads(json.dumps(values))  # turns tuples into lists; YAML would be a hundred times slower
 
 
 def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
@@ -55,7 +55,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
         # `first` has none of these if it is linear, and a later command of the study may begin with another connection
         kwargs = {key: value for key, value in options["model_kwargs"].items() if not key.startswith("connection")}
         settings["options"] = {**options, "model_kwargs": kwargs}
-    return as_yaml_values(settings)
+    return settings
 
 
 def output_folder(design: Design, settings: Mapping[str, Any], data: str, first: Variant) -> Path:
@@ -74,7 +74,7 @@ def data_name(requested: Mapping[str, Any], first: Variant) -> str:
 
 def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
     """Raise a LabError if stored and new settings differ. The message lists the first three differences."""
-    stored, new = _flat(stored), _flat(as_yaml_values(new))
+    stored, new = _flat(stored), _flat(load_yaml(dump_yaml(new, sort_keys=False)))  # YAML turns tuples into lists
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:
         values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
@@ -89,8 +89,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
-
-
-def as_yaml_values(value: Any) -> Any:
-    """Return a value after a round trip through YAML. Tuples become lists. Unlike in JSON, keys can be numbers."""
-    return load_yaml(dump_yaml(value, sort_keys=False))

@@ -26,7 +26,7 @@ from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .design import COMPARISON, Variant
 from .deviations import deviations
-from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
+from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .model_check import Size
 from .request import Request
 from .trainers import check
@@ -71,7 +71,7 @@ class StudyPlan:
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": self.study, "places": self.points}
-        write_text(self.folder / STUDY, dump_yaml(as_yaml_values(values), sort_keys=False))
+        write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
             run.write(self.folder / name)
 
@@ -193,10 +193,10 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
 # ------------------------------------------------------------------------------------------ description
 def _description(
         request: Request, requested: Mapping[str, Any], seeds: Sequence[int], variants: Sequence[Variant]) -> dict:
-    """Return the description of a study that its report shows, with types that YAML can store."""
+    """Return the description of a study that its report shows."""
     design = request.design
     models = list(dict.fromkeys(base_name(variant.options.model) for variant in variants))
-    return as_yaml_values({
+    return {
         **{key: getattr(design, key) for key in ("name", "title", "paper", "table", "axes", "baseline", "report")},
         "scale": "" if design.is_comparison else design.scale,
         "dataset": data_name(requested, variants[0]),
@@ -206,7 +206,7 @@ def _description(
         "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
-    })
+    }
 
 
 def _data_of(source: Source, sizes: Sequence[Size]) -> dict:

@@ -134,7 +134,7 @@ def _typed(key: str, value: Any) -> Any:
     else:
         value = _scalar(key, option["type"], value)
     if "choices" in option and value not in option["choices"]:
-        raise LabError(f"option '{key}' is {value!r}, but must be one of {', '.join(option['choices'])}")
+        raise LabError(f"option '{key}' is {value!r}, but must be one of {str(option['choices'])[1:-1]}")
     for expected, fits, names in RANGES:
         if key in names.split() and not fits(value):
             raise LabError(f"option '{key}' is {value!r}, but must be {expected}")

@@ -21,12 +21,13 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, without_nan
 from .. import LabError, one_line, whole_file, write_text
+from ..folder import read_as
 from .layout import grouped
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
-COARSE = {"images_per_second", "seconds"}  # columns with four significant digits
+COARSE = {"train_images_per_second", "train_seconds"}  # columns with four significant digits
 LARGEST = 2**28  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
@@ -61,8 +62,11 @@ def folder_name(study: Mapping[str, Any]) -> str:
 
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
-    values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
-    study, runs = values["study"], values["runs"]
+    def values_of(text: str) -> tuple:
+        values = json.loads(text)
+        return values["study"], values["runs"], values["recorded"]
+
+    study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
             file = folder / f"{table}.csv.gz"
@@ -70,7 +74,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
             for number, run in enumerate(runs):
                 rows = by_run.get(number, [])
                 run[key] = _probes(rows) if table == "probe" else rows
-    return study, runs, values["recorded"]
+    return study, runs, recorded
 
 
 def _as_json(values: Mapping[str, Any]) -> str:

@@ -108,8 +108,7 @@ class Part:
         shapes = {(run["blocks"], run["width"]) for run in self.runs if run.get("blocks") and run.get("width")}
         models += " ({} blocks, width {})".format(*shapes.pop()) if len(shapes) == 1 else ""
         data, seeds = study["dataset"] or "own images", _count(study["seeds"], "seed")
-        images = _of_data(study.get("data") or {}, self.layout.images)
-        return " ".join([f"{name} trains {models} on {data} with {seeds}.", *images])
+        return " ".join([f"{name} trains {models} on {data} with {seeds}.", *of_data(self.layout)])
 
     @property
     def json(self) -> dict[str, Any]:
@@ -297,15 +296,16 @@ def note(study: Mapping[str, Any], *measured: str) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
-    """Describe the images of a study. Older studies have no `data`."""
+def of_data(layout: Layout) -> Iterator[str]:
+    """Yield sentences about the images of a study. Older studies have no `data`."""
+    data = layout.study.get("data")
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
         size = f"{size} pixels" if size else "several sizes"
         yield (f"The images have {size} (set by {data['size_from']}{resized}), "
                f"{_count(data['channels'], 'channel')} and {_count(data['classes'], 'class', 'classes')}. There are "
-               f"{data['train']:,} training images and {data['validation']:,} {evaluated} images (split "
+               f"{data['train']:,} training images and {data['validation']:,} {layout.images} images (split "
                f"“{data['validation_split']}”).")
         if data.get("on_device"):
             yield "The decoded images are stored on the device, where whole batches are augmented."

@@ -28,6 +28,7 @@ from .. import LabError
 from ..folder import (
     LOG,
     RESULT,
+    SESSIONS,
     RunPlan,
     epochs_done,
     history,
@@ -115,7 +116,7 @@ class _Progress:
         self.finished.add(name)
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
-        seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
+        seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
         self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
@@ -301,6 +302,7 @@ class Slurm:
     threads: int = 1  # number of CPU threads of each run
     minutes: int = 24 * 60  # time limit of a job in minutes
     options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
+    seconds: float = 30  # between two calls of squeue; many clusters forbid more frequent calls
 
     def executor(self, root: Path, run: RunPlan) -> Any:
         """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
@@ -342,21 +344,28 @@ class Slurm:
             The reasons why runs failed, by the name of the run.
         """
         self.executor(root, next(iter(runs.values())))  # raises if submitit or Slurm is missing
-        progress, attempts = _Progress(root, runs), Counter()
+        progress, attempts, queued = _Progress(root, runs), Counter(), self._in_queue(root)
+        sessions: dict[str, int] = {}  # number of sessions of each submitted run before its submission
         while True:
-            in_queue, todo = self._in_queue(root), []
-            for name in (name for name in waiting(root, runs) if name not in in_queue and name not in progress.failed):
-                error = last_session(root / name).get("error")
+            todo = []
+            for name in (name for name in waiting(root, runs) if name not in queued and name not in progress.failed):
+                error = last_session(root / name, sessions.get(name, 0)).get("error")
                 if attempts[name] >= ATTEMPTS or (attempts[name] and error):
                     progress.fail(name, error or "its process ended without a result")
                 else:
                     todo.append(name)
             if todo:
+                sessions.update({name: len(read_json(root / name / SESSIONS) or []) for name in todo})
                 self._submit(root, runs, todo)
                 attempts.update(todo)
+                queued.update(todo)
             elif set(waiting(root, runs)) <= set(progress.failed):
                 break
-            time.sleep(2)
+            time.sleep(self.seconds)
+            try:
+                queued = self._in_queue(root)
+            except LabError as error:  # for example a time-out: keep the last answer, because the jobs continue
+                progress.write(f"timm-ortho: {error}; it is called again in {self.seconds:g} s")
             progress.update(set(runs) - progress.finished)
             for name in runs:
                 if name not in progress.finished and (root / name / RESULT).is_file():

@@ -278,8 +278,6 @@ def _loss(options: Namespace) -> nn.Module:
 def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
     if not options.amp:
         return nullcontext
-    if options.amp_dtype not in ("float16", "bfloat16"):
-        raise LabError(f"amp_dtype is '{options.amp_dtype}', but must be float16 or bfloat16")
     return partial(torch.autocast, device_type=device.type, dtype=getattr(torch, options.amp_dtype))
 
 

@@ -198,18 +198,16 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     options = checkpoint["args"]
     model = create_model({**vars(options), "pretrained": False}, **options.model_kwargs)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
-    speeds, memory, seconds = (
-        [row[key] for row in rows if row.get(key)]  # train.py writes no such columns
-        for key in ("train_images_per_second", "train_peak_memory", "train_seconds"))
+    over_epochs = {"images_per_second": median, "peak_memory": lambda values: int(max(values)), "seconds": sum}
+    measured = {key: of(values) for key, of in over_epochs.items()  # train.py writes none of these columns
+                if (values := [row[f"train_{key}"] for row in rows if row.get(f"train_{key}")])}
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": len({site.layer for site in sites(model)}), "width": model.num_features,
         "lr": options.lr, "batch_size": plan.whole_batch(plan.stages[-1]),
         **metrics_of(rows),
-        "images_per_second": median(speeds) if speeds else None,  # over the epochs
-        "peak_memory": int(max(memory)) if memory else None,
-        "seconds": sum(seconds) if seconds else None,
+        **measured,
         "device": device_name(torch.device(options.device)),
         "trainer": plan.trainer_name,
         "switch_epoch": plan.switch_epoch, "hold_out": plan.hold_out,
