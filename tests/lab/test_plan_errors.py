@@ -6,6 +6,7 @@ import yaml
 from helpers.tiny_study import STUDY, compared, planned
 
 from timm_ortho import CONNECTIONS, HybridConnection, cli
+from timm_ortho._text import UserError
 from timm_ortho.lab import LabError
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import design
@@ -123,7 +124,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
 def test_bad_options(tmp_path, monkeypatch, given, message):
     """A refused command writes nothing, so the corrected command can use the same folder."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LabError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         planned(compared(tmp_path / "out", **given))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

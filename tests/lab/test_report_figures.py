@@ -70,7 +70,7 @@ def test_nothing_is_cut_off(name, narrow):
 def test_every_plot_has_data(name):
     part = report.Part.of(study_of(name), runs_of(name), [])
     scene = plots.Scene(part.runs, part.layout, part.recorded)
-    empty = [plot for plot, options in part.layout.plot_options() if not [*plots.DRAWINGS[plot](scene, options)]]
+    empty = [plot for plot, options in part.layout.plot_options() if not [*plots.DRAWINGS[plot](scene, **options)]]
     assert not empty, "the layout of this study plots recorded metrics, so the study needs the key `record`"
 
 
