@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from timm.models import is_model
 
+from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, read_user_yaml
 from timm_ortho.lab.folder import RunPlan, Stage
 from timm_ortho.lab.planning import memory, recipe
@@ -26,7 +27,7 @@ def main() -> int:
         if len(sys.argv) < 4:
             raise LabError("usage: scripts/train.sh RECIPE MODEL DATA [options of train.py ...]")
         words = [sys.executable, *command(*sys.argv[1:])]
-    except LabError as error:
+    except UserError as error:
         print(f"train.sh: {error}", file=sys.stderr)
         return 2
     print(f"train.sh: {shlex.join(words)}", file=sys.stderr, flush=True)
@@ -52,7 +53,7 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
     if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, different on each machine) and "
                        "MASTER_ADDR (the address of machine 0)")
-    import_modules(parsed.device_modules, LabError)
+    import_modules(parsed.device_modules)
     if ":" not in model and not is_model(model):  # names with a colon are repositories of the Hub
         raise LabError(f"there is no model '{model}'{similar_variants(model)}")
     given = {key: value for key, value in vars(parsed).items() if value is not None}

@@ -1,5 +1,6 @@
-"""Format text: aligned columns, file names, suggestions for unknown names, errors in one line, and values for JSON."""
+"""Format text: aligned columns, file names, suggestions, errors in one line, JSON and SVG. Define the users' error."""
 import difflib
+import io
 import math
 import re
 from typing import Any, Iterable, List, Optional, Sequence
@@ -10,7 +11,14 @@ _OTHER_WORDS = {  # words from the papers and other libraries -> names of this p
 }
 
 
-def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
+class UserError(Exception):
+    """The user's input cannot be used. The message is one line with the problem and the remedy.
+
+    Its subclasses are ValueErrors too. UserError itself is not, because argparse replaces the message of a ValueError.
+    """
+
+
+def did_you_mean(name: Any, known: Iterable[Any], count: int = 1, listed: bool = False) -> str:
     """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
 
     Similar words in ``_OTHER_WORDS`` count as the names that they replace.
@@ -19,16 +27,21 @@ def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
         name: The unknown name.
         known: The known names.
         count: Maximum number of names in the text.
+        listed: List all known names if none is similar, unless there are more than twelve.
 
     >>> did_you_mean("vit_smal", ["vit_small", "vit_base"])
     "; did you mean 'vit_small'?"
     >>> did_you_mean("learning_rat", ["lr", "lr_base"])
     "; did you mean 'lr'?"
+    >>> did_you_mean("nosuch", ["vit_small", "vit_base"], listed=True)
+    '; known are vit_small, vit_base'
     """
     names = {str(each): str(each) for each in known}
     words = {**{word: meant for word, meant in _OTHER_WORDS.items() if meant in names}, **names}
     similar = dict.fromkeys(words[word] for word in difflib.get_close_matches(str(name), words, n=count))
-    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    if similar:
+        return f"; did you mean {' or '.join(map(repr, similar))}?"
+    return f"; known are {', '.join(names)}" if listed and len(names) <= 12 else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
@@ -77,3 +90,16 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nan(v) for v in value]
     return value
+
+
+def svg_text(figure: Any, salt: str, fonttype: str = "none") -> str:
+    """Return a figure of matplotlib as SVG. Equal figures with equal salts have equal bytes.
+
+    Text remains text; ``fonttype="path"`` converts it to paths.
+    """
+    from matplotlib import rc_context  # a slow import, and only the lab needs matplotlib
+
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": fonttype}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

@@ -10,19 +10,14 @@ import re
 import runpy
 import shlex
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from . import __version__
-from ._text import aligned, error_text
+from ._text import UserError, aligned, error_text
 
 _LAB = {
     "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
-
-
-class UsageError(Exception):
-    """An error in the user's input. Its message is one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,25 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for argument in arguments:
             if argument.encode(errors="ignore").decode() != argument:
-                raise UsageError(f"{argument!a} is not UTF-8: rename the file or folder")
+                raise UserError(f"{argument!a} is not UTF-8: rename the file or folder")
         # argparse is not used here, because all words after SCRIPT belong to the script, including --help
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
         parsed.command_line = shlex.join(["timm-ortho", *arguments])
         return parsed.call(parsed)
-    except UsageError as error:
-        print(f"timm-ortho: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # for example, head closes the pipe in `timm-ortho list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
-    except OSError as error:  # for example a full disk, or a folder without permission
-        if arguments[:1] == ["run"]:  # an error of the script
+    except (UserError, OSError) as error:  # OSError: for example a full disk, or a folder without permission
+        if arguments[:1] == ["run"] and type(error) is not UserError:  # an error of the script
             raise
-        print(f"timm-ortho: error: {error_text(error)}", file=sys.stderr)
+        print(f"timm-ortho: error: {error if isinstance(error, UserError) else error_text(error)}", file=sys.stderr)
         return 2
 
 
@@ -120,14 +112,13 @@ _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    with _lab("compare") as lab:
-        options = {**dict(parsed.option), **_requested(parsed, _PASSED)}
-        if parsed.model_kwargs:
-            options["model_kwargs"] = dict(parsed.model_kwargs)
-        request = lab.Request(
-            lab.comparison(_words(parsed.connections), parsed.recipe), options, seeds=_seeds(parsed.seeds),
-            output=parsed.output, command=parsed.command_line)
-        return lab.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
+    lab, options = _lab("compare"), {**dict(parsed.option), **_requested(parsed, _PASSED)}
+    if parsed.model_kwargs:
+        options["model_kwargs"] = dict(parsed.model_kwargs)
+    request = lab.Request(
+        lab.comparison(_words(parsed.connections), parsed.recipe), options, seeds=_seeds(parsed.seeds),
+        output=parsed.output, command=parsed.command_line)
+    return lab.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
 
 
 # ------------------------------------------------------------------------------------------------ study
@@ -207,8 +198,7 @@ def _add_device_images(parser: argparse.ArgumentParser) -> None:
 
 
 def _study(parsed: argparse.Namespace) -> int:
-    with _lab("study") as lab:
-        return parsed.act(lab, parsed) or 0
+    return parsed.act(_lab("study"), parsed) or 0
 
 
 def _study_plan(lab: Any, parsed: argparse.Namespace) -> None:
@@ -244,21 +234,17 @@ def _slurm(lab: Any, parsed: argparse.Namespace) -> Any:
     return lab.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
 
 
-@contextmanager
-def _lab(command: str) -> Iterator[Any]:
-    """Import and yield the module :mod:`timm_ortho.lab.commands`. Raise its errors as usage errors."""
+def _lab(command: str) -> Any:
+    """Return the module :mod:`timm_ortho.lab.commands`."""
     _require(command, _LAB)
-    from .lab import LabError, commands
-    try:
-        yield commands
-    except LabError as error:
-        raise UsageError(error) from None
+    from .lab import commands
+    return commands
 
 
 def _require(command: str, packages: Mapping[str, str]) -> None:
     missing = sorted({package for module, package in packages.items() if importlib.util.find_spec(module) is None})
     if missing:
-        raise UsageError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
+        raise UserError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
 
 
 def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -273,7 +259,7 @@ def _words(values: Sequence[str]) -> list[str]:
 def _cells(text: str) -> tuple[str, str]:
     axis, _, values = text.partition("=")
     if not _words([values]):
-        raise UsageError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
+        raise UserError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
     return axis, values
 
 
@@ -281,7 +267,7 @@ def _seeds(values: Sequence[str]) -> list[int] | int:
     """Parse seeds: `3` means three seeds, `0 4 7` means these seeds, and `7,` means seed 7 alone."""
     words = _words(values)
     if not words or not all(word.isdecimal() for word in words):
-        raise UsageError(f"--seeds takes whole numbers of at least 0, not '{' '.join(values)}'")
+        raise UserError(f"--seeds takes whole numbers of at least 0, not '{' '.join(values)}'")
     return int(words[0]) if len(words) == 1 and "," not in values[0] else [int(word) for word in words]
 
 
@@ -301,9 +287,8 @@ def _add_cost(commands: Any) -> None:
 
 
 def _cost(parsed: argparse.Namespace) -> int:
-    with _lab("cost") as lab:
-        print(lab.cost(
-            parsed.name, parsed.scale, parsed.device, parsed.threads, parsed.output, parsed.command_line))
+    print(_lab("cost").cost(
+        parsed.name, parsed.scale, parsed.device, parsed.threads, parsed.output, parsed.command_line))
     return 0
 
 
@@ -350,17 +335,14 @@ _MEASURED = (
 
 def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
-    from .bench import BenchError, bench
+    from .bench import bench
     from .runs.provenance import environment
     if parsed.amp and parsed.dtypes:
-        raise UsageError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
-    try:
-        options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
-        if parsed.amp:
-            options["dtypes"] = ["bfloat16"]
-        return bench(options, environment(), parsed.output, parsed.command_line)
-    except BenchError as error:
-        raise UsageError(error) from None
+        raise UserError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
+    options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
+    if parsed.amp:
+        options["dtypes"] = ["bfloat16"]
+    return bench(options, environment(), parsed.output, parsed.command_line)
 
 
 # ----------------------------------------------------------------------------------------------- recipe
@@ -377,15 +359,11 @@ def _add_recipe(commands: Any) -> None:
 
 
 def _recipe(parsed: argparse.Namespace) -> int:
-    from .lab import LabError
     from .lab.planning.recipe import find
 
     if parsed.list:
         return _list_recipes()
-    try:
-        path = find(parsed.name)
-    except LabError as error:
-        raise UsageError(error) from None
+    path = find(parsed.name)
     print(path if parsed.path else path.read_text(encoding="utf-8"), end="\n" if parsed.path else "")
     return 0
 
@@ -442,21 +420,18 @@ def _add_push(commands: Any) -> None:
 
 def _push(parsed: argparse.Namespace) -> int:
     _require("push", {"matplotlib": "matplotlib"})
-    from .hub import PublishError, export, push
+    from .hub import export, push
     from .runs.folders import import_modules
 
     contents = _requested(parsed, ("ema", "labels", "license", "revision"))
-    try:
-        import_modules(parsed.device_modules, PublishError)
-        if parsed.dry_run:
-            folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
-            print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
-            print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
-            return 0
-        upload = _requested(parsed, ("private", "create_pr", "commit_message"))
-        commit = push(parsed.model, parsed.repo_id, **contents, **upload)
-    except PublishError as error:
-        raise UsageError(error) from None
+    import_modules(parsed.device_modules)
+    if parsed.dry_run:
+        folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
+        print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
+        print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
+        return 0
+    upload = _requested(parsed, ("private", "create_pr", "commit_message"))
+    commit = push(parsed.model, parsed.repo_id, **contents, **upload)
     print(commit.pr_url or commit.commit_url)
     return 0
 
@@ -471,7 +446,7 @@ def _lines(file: str) -> list[str]:
     try:
         return Path(file).read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
+        raise UserError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
 
 
 # ------------------------------------------------------------------------------------------- list, env
@@ -495,7 +470,7 @@ def _list(parsed: argparse.Namespace) -> int:
         return _list_modules()
     names = [name for name in timm.list_models(parsed.pattern) if is_variant(name)]
     if not names:
-        raise UsageError(f"no variant matches '{parsed.pattern}'{similar_variants(parsed.pattern)}")
+        raise UserError(f"no variant matches '{parsed.pattern}'{similar_variants(parsed.pattern)}")
     width = max(map(len, names))
     print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
     for name in names:
@@ -512,7 +487,7 @@ def _list_weights(pattern: str) -> int:
 
     names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
     if not names:
-        raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
+        raise UserError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
     rows = [("name", "size", "from", "on this machine")]
     for entry in map(weights, names):
         size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
@@ -588,13 +563,13 @@ def _show(parsed: argparse.Namespace) -> int:
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
     try:
-        import_modules(parsed.device_modules, ValueError)
+        import_modules(parsed.device_modules)
         model, options = _shown(parsed, dict(parsed.model_kwargs))
         measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(measured, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise UsageError(error_text(error)) from None
+        raise UserError(error_text(error)) from None
     print(show.as_text(measured))
     print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
@@ -613,28 +588,28 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
     names_variant, is_repository = is_variant(name), name.startswith(("hf-hub:", "local-dir:"))
     if not names_variant and (checkpoint or parsed.pretrained):
-        raise UsageError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
+        raise UserError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
     if checkpoint and parsed.pretrained:
-        raise UsageError("--pretrained and --checkpoint load different weights: omit one of them")
+        raise UserError("--pretrained and --checkpoint load different weights: omit one of them")
     if "checkpoint_path" in kwargs:
-        raise UsageError("pass --checkpoint FILE instead of checkpoint_path=FILE")
+        raise UserError("pass --checkpoint FILE instead of checkpoint_path=FILE")
     if parsed.ema and (is_repository or (names_variant and not checkpoint)):
-        raise UsageError(f"--ema is for runs and their checkpoints, not for '{name}': omit --ema")
+        raise UserError(f"--ema is for runs and their checkpoints, not for '{name}': omit --ema")
     if is_repository:
         return pull(name, **kwargs), options
     if not names_variant and not os.path.exists(name):
-        raise UsageError(f"there is no variant '{name}'{similar_variants(name)}")
+        raise UserError(f"there is no variant '{name}'{similar_variants(name)}")
     if names_variant and not checkpoint:
         return timm.create_model(name, pretrained=parsed.pretrained, **kwargs), options
     if checkpoint and not os.path.isfile(checkpoint):
-        raise UsageError(f"there is no checkpoint '{checkpoint}'")
+        raise UserError(f"there is no checkpoint '{checkpoint}'")
     try:
         run = CheckpointRun(Path(checkpoint or name), parsed.ema)
     except NoRunError:
         if not names_variant:
             raise
         if parsed.ema:
-            raise UsageError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
+            raise UserError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
                              "--ema") from None
         model = timm.create_model(name, **kwargs)
         load_weights(model, checkpoint, use_ema=False)
@@ -660,11 +635,11 @@ def _assignment(text: str) -> tuple[str, Any]:
 
     key, sign, value = text.partition("=")
     if not sign:
-        raise UsageError(f"'{text}' is not of the form key=value")
+        raise UserError(f"'{text}' is not of the form key=value")
     try:
         read = load_yaml(value)
     except YAMLError:
-        raise UsageError(f"the value in '{text}' is not YAML") from None
+        raise UserError(f"the value in '{text}' is not YAML") from None
     return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
 
 
@@ -674,7 +649,7 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     import timm_ortho  # noqa: F401 registers the variants
 
     if not os.path.isfile(script):
-        raise UsageError(f"there is no script '{script}'")
+        raise UserError(f"there is no script '{script}'")
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")

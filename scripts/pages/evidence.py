@@ -11,11 +11,11 @@ from statistics import fmean, median, stdev
 from typing import Any, Callable, Mapping, Optional, Sequence
 
 import jinja2
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy import optimize, stats
 
+from timm_ortho._text import svg_text
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.reporting.layout import grouped
@@ -466,5 +466,4 @@ def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
 
 
 def save(title: str, path: Path) -> None:
-    with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):
-        pictures()[title].savefig(path, metadata={"Date": None})
+    path.write_text(svg_text(pictures()[title], title), encoding="utf-8")

@@ -1,10 +1,9 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
-one commit. The tables of docs/speed.md contain all measured cases. If such a table has no rows from a CPU or none from
-a GPU, it lists default cases of `timm-ortho bench` for this kind of device as "not measured". README's table has only
-the default models on GPUs. `before_h200.csv` contains the measurements before the kernels were
-rewritten; docs/speed.md shows it in tables of its own.
+one commit. The tables of docs/speed.md contain all measured cases. README's table has only the default models on GPUs.
+The numbers of earlier kernels (`before_h200.csv`) are fixed text of both pages. With the first rows from a GPU, delete
+README's sentence about them.
 """
 import csv
 import textwrap
@@ -12,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
-from timm_ortho.bench.launch import TINY
-from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
+from timm_ortho.bench.options import MODEL_STEPS, MODES
 from timm_ortho.lab.reporting.layout import grouped
 
 from .marked import listed, replaced, span, table
@@ -22,7 +20,7 @@ NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
 FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "triton")
-LAUNCHED, LAUNCHES = ("linear", "appendix", "shortest", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
+LAUNCHED = ("linear", "appendix", "shortest", "ortho")
 MODELS_HEADER = ("on", "model, batch", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
@@ -36,14 +34,6 @@ COSTS = {  # columns of README's table
     "peak memory": ("training", "eager", "peak_ratio"),
 }
 HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}
-BEFORE = {  # table of before_h200.csv -> what its numbers are
-    "eager": "Training step in eager mode. The first two columns are the time of timm's model, and the time until "
-             "Python has issued all of its work. The remaining columns are times divided by timm's",
-    "compiled": "Training step under `torch.compile`, divided by that of timm's compiled model, and peak memory",
-    "memory": "Peak memory of a training step in eager mode, GiB",
-    "kernels": "Kernels: TB/s of the bytes that must move (CUDA graphs, bfloat16 unless noted; a copy reaches 4.2)",
-    "host": "Host time of forward and backward for 1x1x384 in float32",
-}
 LAUNCH_HEADER = (
     "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
     "over shortest")
@@ -53,27 +43,17 @@ BenchRow = Mapping[str, str]
 
 def texts(root: Path) -> dict[Path, str]:
     results = root / "model_cards" / "results"
-    rows, old = rows_of(results), before_of(results)
-    readme, page = root / "README.md", root / "docs" / "speed.md"
-    return {readme: replaced(readme, {"speed": costs(rows, old)}),
-            page: replaced(page, {"opening": opening(rows), "speed": section(rows), "before": before(old)})}
+    rows, readme, page = rows_of(results), root / "README.md", root / "docs" / "speed.md"
+    return {readme: replaced(readme, {"speed": costs(rows)}),
+            page: replaced(page, {"opening": opening(rows), "speed": section(rows)})}
 
 
 def rows_of(results: Path) -> list[BenchRow]:
     return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
 
 
-def before_of(results: Path) -> list[BenchRow]:
-    path = results / "before_h200.csv"
-    return read(path) if path.is_file() else []
-
-
-def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
-    """Return README's table: a line for each model, batch size and layout on a GPU.
-
-    While no GPU was measured, the lines are for CPUs, and a sentence has the range of the ratios before the kernels
-    were rewritten.
-    """
+def costs(rows: Sequence[BenchRow]) -> str:
+    """Return README's table: a line for each model, batch size and layout on a GPU, or on a CPU without such rows."""
     names = {name for models in SHOWN.values() for name in models}
     shown = [row for row in rows if row["what"] == "models" and row["model"] in names and row["candidate"] == "ortho"]
     on_gpus = [row for row in shown if row["device"] != "cpu" and row["dtype"] == "amp bfloat16"]
@@ -82,15 +62,7 @@ def costs(rows: Sequence[BenchRow], old: Sequence[BenchRow]) -> str:
         for (on, model, shape, layout), group in cases(on_gpus or shown, "models", "model", "shape", "layout").items()]
     header = ["on", "model, batch", *COSTS]
     known = [index for index in range(len(header)) if any(line[index] != NOT_MEASURED for line in lines)]
-    measured = table([header[index] for index in known], [[line[index] for index in known] for line in lines])
-    steps = {name: times([float(row["value"]) for row in old if row["table"] == name and row["column"] == "`_ortho`"])
-             for name in ("eager", "compiled") if any(row["table"] == name for row in old)}
-    if on_gpus or len(steps) < 2:
-        return measured
-    sentence = (f"On a GPU: not measured with the present kernels. With earlier kernels, a training step on one "
-                f"{old[0]['device']} took {steps['eager']} as long in eager mode, and {steps['compiled']} under "
-                "`torch.compile` (bfloat16, [batches of 32 to 256](docs/speed.md#before-the-kernels-were-rewritten)).")
-    return measured + "\n\n" + textwrap.fill(sentence, 120, break_on_hyphens=False, break_long_words=False)
+    return table([header[index] for index in known], [[line[index] for index in known] for line in lines])
 
 
 def subject(model: str, shape: str, layout: str) -> str:
@@ -100,21 +72,6 @@ def subject(model: str, shape: str, layout: str) -> str:
 
 def cost(row: BenchRow, metric: str) -> str:
     return interval(row) if metric == "ratio" else number(row, metric, "{:.3f}")
-
-
-def before(old: Sequence[BenchRow]) -> str:
-    """Return the tables of measurements before the kernels were rewritten."""
-    if not old:
-        return NOT_MEASURED
-    parts = [f"One {old[0]['device']}, {old[0]['date']}, commit {old[0]['commit']}."]
-    tables = {name: [row for row in old if row["table"] == name] for name in BEFORE}
-    for name, mine in ((name, mine) for name, mine in tables.items() if mine):
-        columns = list(dict.fromkeys(row["column"] for row in mine))
-        values = {(row["case"], row["column"]): row["value"] for row in mine}
-        lines = [[case, *(values.get((case, column), "-") for column in columns)]
-                 for case in dict.fromkeys(row["case"] for row in mine)]
-        parts += [f"{BEFORE[name]}:", table(["", *columns], lines)]
-    return "\n\n".join(parts)
 
 
 def opening(rows: Sequence[BenchRow]) -> str:
@@ -166,11 +123,9 @@ def times(matched: Sequence[float]) -> str:
 
 def section(rows: Sequence[BenchRow]) -> str:
     """Return the tables of models, operator and launches for speed.md, and the sources of their rows."""
-    tables = []
-    for what, (header, lines) in TABLES.items():
-        cells = [*unmeasured(rows, what, len(header)), *lines(rows)]
-        tables.append(table(header, sorted(cells, key=lambda line: line[0].startswith("CPU"))))
-    return "\n\n".join(filter(None, [*tables, sources(rows)]))
+    tables = [table(header, sorted(lines(rows), key=lambda line: line[0].startswith("CPU")))
+              for header, lines in TABLES.values()]
+    return "\n\n".join(filter(None, [unmeasured(rows), *tables, sources(rows)]))
 
 
 def read(path: Path) -> list[BenchRow]:
@@ -198,15 +153,11 @@ def device(row: BenchRow) -> str:
     return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 
 
-def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
-    """Return lines for the default cases of the CPU, the GPU, or both, if the table `what` has no rows from them."""
-    lines = []
-    for kind, name in (("cuda", "GPU"), ("cpu", "CPU")):
-        if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
-            models = [model.replace(":", ", ") for model in DEFAULTS[kind]["models"]]
-            subjects = {"models": models, "operator": DEFAULTS[kind]["shapes"], "launch": LAUNCHES}
-            lines += [[name, subject, *[NOT_MEASURED] * (width - 2)] for subject in subjects[what]]
-    return lines
+def unmeasured(rows: Sequence[BenchRow]) -> str:
+    """Return a sentence with the tables that have no rows from a GPU, and one with those that have none from a CPU."""
+    measured = {(row["what"], "CPU" if row["device"] == "cpu" else "GPU") for row in rows}
+    missing = {kind: [what for what in TABLES if (what, kind) not in measured] for kind in ("GPU", "CPU")}
+    return " ".join(f"Not measured on a {kind}: {listed(parts)}." for kind, parts in missing.items() if parts)
 
 
 def cases(rows: Iterable[BenchRow], what: str, *labels: str) -> dict[tuple[str, ...], list[BenchRow]]:

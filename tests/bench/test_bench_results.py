@@ -121,7 +121,7 @@ def test_rows_are_written_after_each_group(tmp_path, monkeypatch):
 
 
 def test_without_matplotlib_there_is_no_plot(tmp_path, monkeypatch, capsys):
-    for name in ("timm_ortho.bench.plot", "matplotlib"):
+    for name in ["timm_ortho.bench.plot", *(name for name in sys.modules if name.startswith("matplotlib"))]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [NoMatplotlib(), *sys.meta_path])
     monkeypatch.setattr(bench, "measure", lambda candidates, *_, **__: [Result(candidates[0].name, ms=[1.0])])

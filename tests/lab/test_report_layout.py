@@ -9,7 +9,7 @@ from helpers.made_up_runs import GRIDS, accuracy, recorded, run_of, runs_of, stu
 from helpers.reports import again, differences, results, side_by_side, tables_of, texts, write
 
 from timm_ortho.lab import LabError, paper
-from timm_ortho.lab.reporting import layout
+from timm_ortho.lab.reporting import report
 from timm_ortho.lab.reporting.transition import transition_points
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 def test_paper_numbers_of_each_table():
     """Check how many of the paper's numbers each layout contains, and four of these numbers."""
-    stated = {name: layout.Layout.of(study_of(name)).stated for name in GRIDS}
+    stated = {name: report.layout_of(study_of(name)).stated for name in GRIDS}
     assert {name: len(found) for name, found in stated.items() if found} == {
         "accuracy": 56, "switch_reinitialised": 24, "switch_kept": 24, "layer_pattern": 16, "learning_rate": 32,
         "initialisation": 12, "head_norm": 6, "representation": 7, "skips_single": 24, "skips_branch4": 40,
@@ -80,8 +80,11 @@ def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
     ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' accepts no option 'X'"),
     ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; did you mean 'transitions'"),
     ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; known are connection"),
+    ({"plots": [{"stream": {"name": "norms"}}]}, "report: plot 'stream' accepts no option 'name'; known are lines"),
+    ({"plots": ["points"]}, "report: plot 'points' needs the option 'x'"),
+    ({"plots": [{"curves": {"column": "top1"}}]}, "report: plot 'curves' accepts no column 'top1'"),
     ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' accepts no dimension 'deep'"),
-    ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' accepts no measure 'top2'"),
+    ({"plots": [{"points": {"x": "depth", "measures": ["top2"]}}]}, "report: plot 'points' accepts no measure 'top2'"),
     (["rows"], r"report must be a mapping, not \['rows'\]"),
 ])
 def test_bad_layouts(given, message, tmp_path):
@@ -92,7 +95,7 @@ def test_bad_layouts(given, message, tmp_path):
 def test_names_of_the_papers():
     assert paper.name("dataset", "svhn") == "SVHN"
     assert paper.name("dataset", "fashion_mnist") == "fashion_mnist"
-    laid_out = layout.Layout.of(study_of("dynamics", dataset="torch/cifar10", model="vit_small_ortho"))
+    laid_out = report.layout_of(study_of("dynamics", dataset="torch/cifar10", model="vit_small_ortho"))
     assert (laid_out.key("dataset", {"cell": {}}), laid_out.key("model", {"cell": {}})) == ("cifar10", "vit_s")
 
 

@@ -9,7 +9,7 @@ from helpers.tiny_study import in_this_process
 from timm_ortho import cli, sites
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import design, recipe
-from timm_ortho.lab.reporting import layout
+from timm_ortho.lab.reporting import report
 from timm_ortho.models.meta import on_meta
 
 NUMBERS = paper.numbers()
@@ -81,7 +81,7 @@ def test_the_papers_numbers_are_beside_the_runs(depth, skip, stated):
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [depth], "skip": [skip]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": depth, "skip": skip}, "connection": "linear"}
-    laid_out = layout.Layout.of(study)
+    laid_out = report.layout_of(study)
     assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == stated
 
 

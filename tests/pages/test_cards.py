@@ -38,7 +38,7 @@ def checkout(tmp_path):
             shutil.copy(source, target)
         else:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("results"))
-    for path in ("questions.svg", "differences.svg", "by_epoch.svg", "by_time.svg", "bench_*.csv", "before_h200.csv"):
+    for path in ("questions.svg", "differences.svg", "by_epoch.svg", "by_time.svg", "bench_*.csv"):
         for file in (CARDS / "results").glob(path):
             (tmp_path / "model_cards" / "results").mkdir(exist_ok=True)
             shutil.copy(file, tmp_path / "model_cards" / "results")

@@ -5,11 +5,7 @@ import pytest
 
 from scripts.pages import speed
 from scripts.pages.marked import begin, end
-from timm_ortho.bench.options import DEFAULTS
 from timm_ortho.bench.results import COLUMNS
-
-GPU_MODELS = ["vit_small_patch16_224_ortho, 128", "vit_small_patch16_224_ortho, 256",
-              "vit_base_patch16_224_ortho, 128", "resnetv2_50_ortho, 128"]
 
 
 def fake_csv(folder, name, rows):
@@ -64,10 +60,7 @@ def test_the_tables_of_speed(tmp_path):
     assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
     cells = dict(zip(speed.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
-    unmeasured = lines_of(tmp_path, "GPU")
-    assert [line[1] for line in unmeasured] == [
-        *GPU_MODELS, *DEFAULTS["cuda"]["shapes"], *speed.LAUNCHES]
-    assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
+    assert speed.unmeasured(speed.rows_of(tmp_path)) == "Not measured on a GPU: models, operator and launch."
     assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
             "commit 0123456789ab with changes, 2026-01-02") in speed.section(speed.rows_of(tmp_path))
 
@@ -81,10 +74,10 @@ def test_rows_of_a_gpu(tmp_path):
     model, operator = lines_of(tmp_path, "NVIDIA H100")
     assert (model[1], model[-1]) == ("vit_small_ortho(depth=2), 16", "1.002")
     assert operator[-1] == "8.0 (triton)"
-    assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(speed.LAUNCHES)
-    assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
-        *(name.replace(":", ", ") for name in DEFAULTS["cpu"]["models"]), *DEFAULTS["cpu"]["shapes"], *speed.LAUNCHES}
-    assert "driver 570.1, torch 2.9" in speed.section(speed.rows_of(tmp_path))
+    text = speed.section(speed.rows_of(tmp_path))
+    assert text.startswith(
+        "Not measured on a GPU: launch. Not measured on a CPU: models, operator and launch.\n\n| on |")
+    assert "driver 570.1, torch 2.9" in text
 
 
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
@@ -119,7 +112,7 @@ def table_of(text):
 def test_readmes_table_of_costs(tmp_path):
     gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021", dtype="amp bfloat16")
     fake_csv(tmp_path, "bench_cpu.csv", [model_row("training", "eager", 1.3)])
-    assert table_of(speed.costs(speed.rows_of(tmp_path), [])) == [  # without columns that have no values
+    assert table_of(speed.costs(speed.rows_of(tmp_path))) == [  # without columns that have no values
         ["on", "model, batch", "training, eager", "kept for backward, eager"], ["---"] * 4,
         ["CPU, Some CPU", "`vit_small`, 16", "1.300 [1.290, 1.320]", "1.004"]]
     fake_csv(tmp_path, "bench_h100.csv", [
@@ -128,33 +121,9 @@ def test_readmes_table_of_costs(tmp_path):
         model_row("training", "eager", 1.0, shape="64x3x224x224", candidate="linear", **gpu),
         model_row("training", "eager", 1.02, shape="256x3x224x224", **gpu),
         model_row("training", "eager", 1.03, shape="256x3x224x224", **{**gpu, "dtype": "float32"})])
-    assert table_of(speed.costs(speed.rows_of(tmp_path), []))[2:] == [
+    assert table_of(speed.costs(speed.rows_of(tmp_path)))[2:] == [
         ["NVIDIA H100", "`vit_small_patch16_224`, 128", "1.010 [1.000, 1.030]", "1.004", "1.002"],
         ["NVIDIA H100", "`vit_small_patch16_224`, 256", "1.020 [1.010, 1.040]", "1.004", "1.002"]]
-
-
-def old_rows():
-    def row(table, case, column, value):
-        return dict(table=table, case=case, column=column, value=value, device="NVIDIA X", commit="33dc978",
-                    date="2026-11-27")
-
-    return [row("eager", "a", "`_ortho`", "1.2"), row("eager", "b", "`_ortho`", "1.5"), row("eager", "b", "other", "9"),
-            row("compiled", "a", "`_ortho`", "1.01")]
-
-
-def test_numbers_from_before_the_rewrite(tmp_path):
-    assert speed.before([]) == "not measured"
-    text = speed.before(old_rows())
-    assert text.startswith("One NVIDIA X, 2026-11-27, commit 33dc978.")
-    assert table_of(text) == [
-        ["", "`_ortho`", "other"], ["---"] * 3, ["a", "1.2", "-"], ["b", "1.5", "9"],
-        ["", "`_ortho`"], ["---"] * 2, ["a", "1.01"]]
-    sentence = "With earlier kernels, a training step on one NVIDIA X took 1.20 to 1.50 times as long"
-    fake_csv(tmp_path, "bench_cpu.csv", [model_row("training", "eager", 1.3)])
-    assert sentence in " ".join(speed.costs(speed.rows_of(tmp_path), old_rows()).split())
-    gpu = model_row("training", "eager", 1.01, device="NVIDIA H100", dtype="amp bfloat16")
-    fake_csv(tmp_path, "bench_gpu.csv", [gpu])
-    assert "earlier" not in speed.costs(speed.rows_of(tmp_path), old_rows())
 
 
 def test_rows_of_gpus_come_first(tmp_path):
@@ -169,7 +138,7 @@ def test_both_pages_get_the_rows(tmp_path):
     page.parent.mkdir()
     for path in (readme, page):
         path.write_text("".join(
-            f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed", "before")))
+            f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed")))
     gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", shape="128x3x224x224", dtype="amp bfloat16")
     fake_csv(tmp_path / "model_cards" / "results", "bench_h100.csv", [model_row("training", "eager", 1.3, **gpu)])
     texts = speed.texts(tmp_path)
@@ -178,7 +147,7 @@ def test_both_pages_get_the_rows(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-    assert texts[readme].count("old") == 2  # `opening` and `before` are generated only in docs/speed.md
+    assert texts[readme].count("old") == 1  # `opening` is generated only in docs/speed.md
     assert "old" not in texts[page]
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no '<!-- opening: "):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import timm_ortho
 from timm_ortho import cli, hub
+from timm_ortho._text import UserError
 from timm_ortho.hub import PublishError
 from timm_ortho.hub_client.errors import WeightsError
 from timm_ortho.lab import LabError
@@ -197,7 +198,7 @@ def test_options_that_run_code_are_refused(tmp_path, capsys, options, text):
         change_stage(planned_run, **options)
         assert run.main([str(planned_run)]) == run.REFUSED
         assert text in capsys.readouterr().err
-        with pytest.raises(LabError, match=text):
+        with pytest.raises(UserError, match=text):
             planned(compared(tmp_path / "other", **options))
 
 
@@ -257,7 +258,7 @@ def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_p
 
 def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, module, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text("model: vit_small\ndevice_modules: [evil_module]\n")
-    with pytest.raises(LabError, match=r"of the study or recipe '.*recipe.yaml' names the module 'evil_m"):
+    with pytest.raises(UserError, match=r"of the study or recipe '.*recipe.yaml' names the module 'evil_m"):
         planned(compared(tmp_path / "out", dataset="digits", recipe=str(tmp_path / "recipe.yaml")))
     assert not module.exists()
     monkeypatch.chdir(tmp_path)

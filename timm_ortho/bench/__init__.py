@@ -24,6 +24,7 @@ from typing import Any, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
+from .._text import svg_text
 from . import results
 from .clock import BUSY, Clock, Group, as_in_training, measure
 from .launch import launch_groups
@@ -86,12 +87,12 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
 def write_plot(folder: Path, rows: Sequence[results.Measurement]) -> str:
     """Write `bench.svg` atomically, and return its path; if matplotlib is not installed, return a note instead."""
     try:
-        from .plot import svg
+        from .plot import plot
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         return "no plot, because matplotlib is not installed"
-    results.write(folder / "bench.svg", svg(rows))
+    results.write(folder / "bench.svg", svg_text(plot(rows), "bench", fonttype="path"))
     return str(folder / "bench.svg")
 
 

@@ -199,18 +199,18 @@ def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -
     >>> saved_bytes(lambda: x * x), saved_bytes(lambda: x + x)
     (16, 0)
     """
-    kept = {}
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage  # keeps the storage alive, so that its address is not reused
+        kept[id(storage)] = storage  # keeps the storage alive, so that its id is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    own = {id(parameter.untyped_storage()) for parameter in parameters}
     del result
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

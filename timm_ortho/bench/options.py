@@ -6,7 +6,7 @@ import timm
 import torch
 
 from .._checks import known_name
-from .._text import did_you_mean, error_text
+from .._text import UserError, did_you_mean, error_text
 from ..functional import choose_backend
 from ..model_sites import sites
 from ..models.meta import on_meta
@@ -41,7 +41,7 @@ SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layer
 OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups", "modes")
 
 
-class BenchError(ValueError):
+class BenchError(UserError, ValueError):
     """An invalid option of `timm-ortho bench`; the message is one line."""
 
 

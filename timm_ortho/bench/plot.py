@@ -1,20 +1,10 @@
 """Plot the measurements of `bench`: `bench.svg`. This file needs matplotlib."""
-import io
 from typing import Sequence
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .results import LABELS, TABLES, Measurement
-
-
-def svg(rows: Sequence[Measurement]) -> str:
-    """Return the plot of the rows. It has a panel for each part that was measured."""
-    image = io.StringIO()
-    with rc_context({"svg.hashsalt": "bench"}):
-        plot(rows).savefig(image, format="svg", metadata={"Date": None})
-    return image.getvalue()
 
 
 def plot(rows: Sequence[Measurement]) -> Figure:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._compat import named_children
 from .._images import data_config, opened
-from .._text import aligned
+from .._text import aligned, svg_text
 from ..blocks import spec_of, with_norm as norms_after
 from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
@@ -92,7 +92,6 @@ def _bar(cosine: float) -> str:
 
 def as_svg(measured: MeasuredSites, path: Path, title: str = "") -> None:
     """Plot |x|² and the cosine of each site into an SVG file, the first block at the top. Requires matplotlib."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(site.connection.name for site, _ in measured))
@@ -113,8 +112,7 @@ def as_svg(measured: MeasuredSites, path: Path, title: str = "") -> None:
         cosine.bar([0], [0], color=f"C{index}", label=name)
     cosine.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10, parse_math=False)  # a path may contain $
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    path.write_text(svg_text(figure, title), encoding="utf-8")
 
 
 def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mapping[str, Any]] = None) -> Tensor:

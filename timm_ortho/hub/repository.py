@@ -31,7 +31,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .._compat import current_arguments
-from .._text import error_text
+from .._text import UserError, error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
@@ -40,7 +40,7 @@ from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
 from ..models.variant_arguments import is_variant_argument, variant_argument
 from ..runs.folders import class_names
-from ..runs.trained_run import CheckpointRun, Run, RunError, image_config, run_model
+from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
 
@@ -51,7 +51,7 @@ CARD = "README.md"
 FILES = (CARD, "model.safetensors", "config.json", CURVE)  # the card first, so that an interrupted export is recognised
 
 
-class PublishError(ValueError):
+class PublishError(UserError, ValueError):
     """A model or run cannot be published. The message is one line that names the problem and what to do."""
 
 
@@ -143,7 +143,7 @@ class Publication:
             try:
                 run = CheckpointRun(Path(model), ema)
                 trained = run_model(run)
-            except RunError as error:
+            except UserError as error:
                 raise PublishError(str(error)) from None
             is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
             return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
@@ -246,7 +246,7 @@ def _detached(model: nn.Module) -> nn.Module:
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier of timm.create_model: it has no pretrained_cfg "
                            "or no num_classes, which config.json needs")
-    copy = deepcopy(bare).cpu().eval()
+    copy = deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
     for tensor in (*copy.parameters(), *copy.buffers()):
         tensor.data = tensor.data.contiguous()
     return copy

@@ -21,18 +21,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, Iterable, Iterator
 
-from .._text import did_you_mean, error_text, without_nan
+from .._text import UserError, did_you_mean, error_text, without_nan
 from .._yaml import YAMLError, load_yaml
 
 
-class LabError(ValueError):
-    """The user's input cannot be used. The message is one line with the problem and the remedy."""
+class LabError(UserError, ValueError):
+    """An error in the input of the lab."""
 
 
 def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
-    For an OSError with the operating system's reason, the line is this reason. For a LabError, it is the message. For
+    For an OSError with the operating system's reason, the line is this reason. For a UserError, it is the message. For
     any other error, it is the class and the message.
 
     >>> one_line(KeyError("epochs"))
@@ -40,28 +40,14 @@ def one_line(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) if isinstance(error, LabError) else error_text(error, named=True)
+    return str(error) if isinstance(error, UserError) else error_text(error, named=True)
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
     """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; did you mean 'KNOWN NAME'?"."""
     for name in names:
         if name not in known:
-            raise LabError(f"{owner} accepts no {noun} '{name}'{suggestion(name, known)}")
-
-
-def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
-    """Return text to append to a message about an unknown name: at most `count` similar known names.
-
-    If no known name is similar, the text lists the known names, unless there are more than twelve.
-
-    >>> suggestion("vit_smal", ["vit_small", "vit_base"])
-    "; did you mean 'vit_small'?"
-    >>> suggestion("nosuch", ["vit_small", "vit_base"])
-    '; known are vit_small, vit_base'
-    """
-    names = [str(each) for each in known]
-    return did_you_mean(name, names, count) or (f"; known are {', '.join(names)}" if len(names) <= 12 else "")
+            raise LabError(f"{owner} accepts no {noun} '{name}'{did_you_mean(name, known, listed=True)}")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

@@ -19,7 +19,6 @@ from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
 from .reporting import card_file, report
 from .reporting.collect import collect, status
-from .reporting.layout import Layout
 from .running import launcher
 from .running.launcher import Slurm
 from .running.loop import build_model
@@ -80,7 +79,7 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
-    Layout.of(planned.study)  # checks the layout of the report before the first run
+    report.layout_of(planned.study)  # checks the layout of the report before the first run
     refuse_links(planned.folder / ".slurm")  # submitit writes there; `write` checks the folders of the runs
     planned.write()
     return planned

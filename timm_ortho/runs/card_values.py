@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from .._text import error_text, file_name
+from .._text import UserError, error_text, file_name
 
 CARD = "card.json"
 LARGEST = 2**20  # bytes; the largest file has the names of ImageNet's classes, 30 kB
 
 
-class RunError(ValueError):
+class RunError(UserError, ValueError):
     """A training run cannot be read. The message is one line that names the problem and what to do."""
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
-from .._text import without_nan
+from .._text import UserError, without_nan
 
 
 def read_history(folder: Path) -> list[dict]:
@@ -55,13 +55,13 @@ def class_names(dataset: Any) -> Optional[list[str]]:
 Modules = Union[str, Sequence[str], None]  # the option `device_modules` of timm's `train.py`
 
 
-def import_modules(modules: Modules, error_class: type[ValueError]) -> None:
-    """Import modules that the user names; raise ``error_class`` if one does not exist."""
+def import_modules(modules: Modules) -> None:
+    """Import modules that the user names; raise a UserError if one does not exist."""
     for module in _listed(modules):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise error_class(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
+            raise UserError(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
 
 
 def _listed(modules: Modules) -> list[str]:
@@ -73,31 +73,30 @@ def own_modules(modules: Modules) -> list[str]:
     return [module for module in _listed(modules) if module.partition(".")[0] != "timm_ortho"]
 
 
-def check_options(options: Mapping[str, Any], error_class: type[ValueError], source: str) -> None:
-    """Refuse options of timm's `train.py` that could run code which the user has not chosen.
+def check_options(options: Mapping[str, Any], source: str) -> None:
+    """Raise a UserError for options of timm's `train.py` that could run code which the user has not chosen.
 
     Another person may have written the options, for example in a run's folder. Modules of this package are imported.
 
     Args:
         options: timm's options by name.
-        error_class: The class of the error, whose message is one line.
         source: The file or folder of the options, for the message.
     """
     modules = options.get("device_modules")
     for module in own_modules(modules):
         if module not in sys.modules:
-            raise error_class(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
-                              f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
-    import_modules(modules, error_class)  # the modules of this package
+            raise UserError(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
+                            f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
+    import_modules(modules)  # the modules of this package
     class_map = options.get("class_map")
     if class_map and not str(class_map).lower().endswith(".txt"):
-        raise error_class(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
+        raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
     data = str(options.get("data_dir") or options.get("data") or "")
     index = os.path.join(os.path.dirname(data), f"_{Path(data).stem}_tarinfos.pickle")
     if data.lower().endswith(".tar") and os.path.exists(index):
-        raise error_class(f"{index} is a pickle, whose code timm would run: remove the file")
+        raise UserError(f"{index} is a pickle, whose code timm would run: remove the file")
     streamed = [str(options.get(key)) for key in ("data_dir", "data", "train_split", "val_split")]
     if str(options.get("dataset")).lower().startswith("wds/") and any("pipe:" in value for value in streamed):
-        raise error_class("webdataset would run the command after 'pipe:': set data_dir and the splits to files")
+        raise UserError("webdataset would run the command after 'pipe:': set data_dir and the splits to files")
     if options.get("dataset_trust_remote_code"):
-        raise error_class("code of data sets is never run: remove the option dataset_trust_remote_code")
+        raise UserError("code of data sets is never run: remove the option dataset_trust_remote_code")

@@ -126,11 +126,11 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         overrides: Arguments of the model that replace the run's arguments.
 
     Raises:
-        RunError: The weights do not fit the model, or the options could run code, see
-            :func:`timm_ortho.runs.folders.check_options`.
+        RunError: The weights do not fit the model.
+        UserError: The options could run code, see :func:`timm_ortho.runs.folders.check_options`.
     """
     options = run.options
-    check_options(options, RunError, str(run.path.parent))
+    check_options(options, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
     if name != options["model"]:

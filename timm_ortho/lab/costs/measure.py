@@ -35,7 +35,6 @@ from ...model_sites import Site, sites
 from ...models.meta import on_meta
 from ...models.skip_networks import SkipNetwork
 from ...runs.provenance import device_name
-from .. import LabError
 
 Row = dict[str, Any]
 aten = torch.ops.aten
@@ -276,10 +275,7 @@ def overhead(models: Sequence[str], **options: Any) -> list[Row]:
         could not be measured.
     """
     requested = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
-    try:
-        resolved = bench.resolve(requested)
-    except bench.BenchError as error:
-        raise LabError(str(error)) from None
+    resolved = bench.resolve(requested)
     groups = [group for group in bench.model_groups(resolved) if group.labels["step"] == "training"]
     with bench.as_in_training(resolved.device):
         clock = bench.Clock(resolved.device)

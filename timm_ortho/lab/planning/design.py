@@ -53,11 +53,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from ..._text import file_name
+from ..._text import did_you_mean, file_name
 from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
 from ...models.variant_arguments import VARIANT_ARGUMENTS
-from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
+from .. import LabError, check_names, read_user_yaml, shipped_files
 from ..paper import architecture, experiments, skip_recipe
 from ..train_options import known_options
 from . import recipe
@@ -262,7 +262,7 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
     if path is None or not path.is_file():
         if name in COST_STUDIES:
             raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
-        raise LabError(f"there is no study '{name}'{suggestion(name, shipped())} (see timm-ortho study list)")
+        raise LabError(f"there is no study '{name}'{did_you_mean(name, shipped())} (see timm-ortho study list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))
@@ -411,7 +411,7 @@ def timm_name(dataset: str) -> str:
         return dataset
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
-    near = suggestion(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
+    near = did_you_mean(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2, listed=True)
     raise LabError(f"there is no data set '{dataset}'{near} (or use digits, a name with one of timm's prefixes "
                    "torch/, tfds/, hfds/, hfids/ and wds/, or '' with --data-dir for an image folder)")
 

@@ -4,10 +4,10 @@ Differences come from the scale, the user's options, and recipes of the paper th
 """
 from typing import Any, Iterator, Mapping, Sequence
 
+from ..._text import UserError
 from ...models import skip_networks
 from ...models.names import base_name
 from ...models.paper import ARCHITECTURES
-from .. import LabError
 from ..paper import architecture, recipe_deviations
 from ..train_options import known_options, options_with
 from .design import Design, Variant, load
@@ -47,7 +47,7 @@ def deviations(
     try:
         paper = load(design.source, "paper")
         there = paper.variants({"dataset": data, "device": "cpu"} if data else {})
-    except LabError:  # a user's study may have no scale `paper`
+    except UserError:  # a user's study may have no scale `paper`
         return []
     lines = []
     if data != own_data and design.paper_data:

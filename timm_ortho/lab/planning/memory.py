@@ -16,11 +16,12 @@ from functools import cache, partial
 from typing import NamedTuple, Optional, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 from ..._compat import fake_tensors
 from ..._images import data_config
+from ...bench.clock import saved_bytes
 from ...models.meta import on_meta
 from .. import LabError
 from ..running.loop import build_model
@@ -96,28 +97,16 @@ def step_bytes(options: Namespace, amp: bool) -> StepBytes:
 
 
 def _saved_bytes(model: nn.Module, shape: tuple[int, ...], amp: bool) -> int:
-    """Return the bytes that autograd saves in a forward pass, each storage once, without the model's own tensors.
+    """Return the bytes that autograd saves in a forward pass, without the model's own tensors.
 
     The pass is on the CPU, where scaled_dot_product_attention saves as much as the fused kernels of a GPU.
     """
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[id(storage)] = storage  # keeps the storage alive, so that its id is not reused
-        return tensor
-
     with fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels for the CPU
         own = {name: torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
                for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        with (torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-              torch.autocast("cpu", torch.bfloat16, enabled=amp)):
-            result = functional_call(model, own, torch.empty(shape))
-        for tensor in own.values():
-            kept.pop(id(tensor.untyped_storage()), None)
-        del result
-        return sum(storage.nbytes() for storage in kept.values())
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return saved_bytes(lambda: functional_call(model, own, torch.empty(shape)), list(own.values()))
 
 
 def fit(

@@ -118,10 +118,10 @@ def plan(request: Request) -> StudyPlan:
     """Plan a study, and check its data, models and options. No files are written.
 
     Raises:
-        LabError: The study cannot be run as requested.
+        UserError: The study cannot be run as requested.
     """
     design, requested = request.design, dict(request.options)
-    import_modules(requested.get("device_modules"), LabError)
+    import_modules(requested.get("device_modules"))
     if not design.is_comparison:
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", default if design.dataset is None else design.dataset)

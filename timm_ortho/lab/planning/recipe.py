@@ -12,10 +12,11 @@ from typing import Any, Mapping
 
 import timm
 
+from ..._text import did_you_mean
 from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import check_options
-from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
+from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..train_options import RANGES, defaults, known_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
@@ -31,7 +32,7 @@ def find(name: str) -> Path:
     known = shipped()
     if name in known:
         return known[name]
-    raise LabError(f"there is no recipe '{name}'{suggestion(name, known)} (see timm-ortho recipe --list; "
+    raise LabError(f"there is no recipe '{name}'{did_you_mean(name, known)} (see timm-ortho recipe --list; "
                    "for your own recipe, use the path of its file)")
 
 
@@ -79,7 +80,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str) -> Namespace:
     options = resolve(values)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    check_options(vars(options), LabError, f"the study or recipe '{name}'")
+    check_options(vars(options), f"the study or recipe '{name}'")
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
         # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has
@@ -95,7 +96,7 @@ def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    near = why_left_out(base) or suggestion(base, bases_with_variants(), 3)
+    near = why_left_out(base) or did_you_mean(base, bases_with_variants(), 3)
     raise LabError(f"there is no orthogonal variant of '{base}'{near} (see timm-ortho list)")
 
 

@@ -1,4 +1,4 @@
-"""Read and check the layout of a report: the key `report` of a study's YAML file.
+"""The layout of a report: the key `report` of a study's YAML file.
 
 | key | meaning | default |
 | --- | --- | --- |
@@ -10,8 +10,8 @@
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
-| `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS`; always `training` | `training`, `stream` |
-| `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
+| `plots` | names of plots (`plots.DRAWINGS`), or `{name: {option: value}}`; always `training` | `training`, `stream` |
+| `tables` | names of additional tables (`tables.EXTRAS`) | none |
 
 A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. The study's key
 `table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean and standard
@@ -24,8 +24,7 @@ from statistics import fmean
 from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from ..._text import finite
-from .. import LabError, check_names, paper, value_text
-from ..planning.design import read, shipped
+from .. import paper, value_text
 
 Run = Mapping[str, Any]
 Position = tuple[tuple[str, ...], tuple[str, ...]]  # names of the row and of the column in a table
@@ -90,25 +89,10 @@ TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogon
     "s": "s of f", "s_added": "s of y − x", "rho": "ρ", "theta": "θ",
 }
 
-# The plots and their options. `by` is a dimension: each of its values has a plot or panel. `lines` are the dimensions
-# that name a line. All plots accept the options `name` (of the file) and `caption`. `stream`, `traces` and
-# `learned_weights` ignore both, and `last_branch` ignores `name`.
-PLOTS = {
-    "training": ("by", "lines"),  # loss by step, top-1 by epoch and by time
-    "curves": ("by", "lines", "column"),  # one column of the history by epoch
-    "points": ("x", "lines", "measures", "log", "pearson"),  # measures over the dimension `x`
-    "stream": ("lines",),  # norm and cosine of each site, from the probes
-    "traces": ("lines",),  # recorded norms, cosines and coefficients s of each site, by training step
-    "last_branch": ("by", "lines"),  # squared norms of the last branch's output, by training step
-    "learned_weights": ("by",),  # rho and theta by training step; `by` is the dimension of their start values
-}
-PLOTS = {name: (*options, "name", "caption") for name, options in PLOTS.items()}
-TABLES = ("transitions", "last_branch", "learned_weights")
-
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a study's report. The attributes are the study's description, the keys above and `generic`."""
+    """The layout of a report. Its attributes are the study, the keys above and `generic`."""
 
     study: Mapping[str, Any]
     rows: Sequence[str]
@@ -123,37 +107,6 @@ class Layout:
     plots: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
     generic: bool = False  # whether the study sets neither `rows` nor `columns`
-
-    @classmethod
-    def of(cls, study: Mapping[str, Any]) -> "Layout":
-        """Return the checked layout of a study.
-
-        The default is the layout of the package's study with the same name, if its rows and columns are dimensions of
-        this study. Otherwise, the report has a row for each cell and connection.
-        """
-        dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
-        keys = study.get("report")
-        if keys is None and study["name"] in shipped():
-            keys = read(study["name"]).get("report")
-            fits = keys and dimensions.issuperset([*keys.get("rows", ()), *keys.get("columns", ())])
-            keys = keys if fits else None
-        if not isinstance(keys or {}, Mapping):
-            raise LabError(f"report must be a mapping, not {keys!r}")
-        keys = keys or {}
-        check_names(keys, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
-        generic = not keys.keys() & {"rows", "columns"}
-        layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})
-        for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
-                           ("labels", dimensions), ("measures", MEASURES), ("tables", TABLES)):
-            check_names(getattr(layout, key), known, f"report: {key}", "entry")
-        check_names([layout.order] if layout.order else [], layout.rows, "report: order", "entry")
-        for name, options in layout.plot_options():
-            check_names([name], PLOTS, "report: plots", "entry")
-            check_names(options, PLOTS[name], f"report: plot '{name}'", "option")
-            named = [options[key] for key in ("x", "by") if key in options]
-            check_names([*named, *options.get("lines", ())], dimensions, f"report: plot '{name}'", "dimension")
-            check_names(options.get("measures", ()), MEASURES, f"report: plot '{name}'", "measure")
-        return layout
 
     @property
     def images(self) -> str:

@@ -4,17 +4,15 @@ The HTML template is `page.html.jinja`. On a narrow screen, tables scroll and pl
 nothing scrolls, and page breaks cut neither plots nor rows.
 """
 import base64
-import io
 import re
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Callable, NamedTuple, Sequence, Union
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from ..._text import aligned, file_name
+from ..._text import aligned, file_name, svg_text
 
 
 class Table(NamedTuple):
@@ -82,11 +80,11 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        return svg(self.draw, file_name(self.name))
+        return svg_text(self.draw(), file_name(self.name))
 
     @cached_property
     def narrow(self) -> str:
-        return svg(partial(self.draw, narrow=True), file_name(self.name))
+        return svg_text(self.draw(narrow=True), file_name(self.name))
 
 
 Block = Union[Heading, Text, Items, Code, Grid, Picture]
@@ -145,11 +143,3 @@ def text_table(table: Table) -> str:
     """
     header, *rows = aligned([table.flat_header(), *table.rows])
     return "\n".join([header, "-" * len(header), *rows])
-
-
-def svg(draw: Callable[[], Figure], salt: str) -> str:
-    """Return a figure as SVG. The SVG's ids depend only on the figure and `salt`, so equal figures have equal bytes."""
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text is not converted to paths
-        draw().savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate
 from statistics import fmean, stdev
 from textwrap import fill
-from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -44,7 +44,9 @@ _NARROW = 4.0  # width of a narrow plot in inches
 
 Name = Callable[[Run], str]
 Points = Callable[[Run], Mapping[float, Optional[float]]]  # returns the points of a run's curve, y by x
-Options = Mapping[str, Any]
+Names = Optional[Sequence[str]]
+By = Union[str, Sequence[str]]
+Pictures = Iterator[Picture]
 
 
 @dataclass
@@ -70,15 +72,13 @@ class Scene(NamedTuple):
         """Return the runs with a value for a key."""
         return [run for run in self.runs if run.get(key)]
 
-    def lines(self, options: Options) -> Name:
-        """Return a function that names the line of a run."""
-        elsewhere = (options.get("by"), options.get("x"))  # dimensions that name the panel or the x axis
+    def named(self, lines: Names, *elsewhere: Any) -> Name:
+        """Return a function that names a run's line by `lines`; by default, by the axes not in `elsewhere`."""
         own = [*(axis for axis in self.layout.study["axes"] if axis not in elsewhere), "connection"]
-        return self.layout.name(options.get("lines", own))
+        return self.layout.name(own if lines is None else lines)
 
-    def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-        """Group the runs by the dimensions in the option `by`. Without this option, all runs form one unnamed group."""
-        by = options.get("by", ())
+    def parts(self, by: By, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+        """Group the runs by one or several dimensions. Without a dimension, all runs form one unnamed group."""
         return list(grouped(runs, self.layout.name([by] if isinstance(by, str) else by)).items())
 
 
@@ -92,7 +92,7 @@ def drawings(scene: Scene) -> list[Picture]:
         compared = list(study["baseline"])
         plots.insert(0, ("training", {"by": [axis for axis in study["axes"] if axis not in compared],
                                       "lines": compared}))
-    return [drawing for name, options in plots for drawing in DRAWINGS[name](scene, options)]
+    return [drawing for name, options in plots for drawing in DRAWINGS[name](scene, **options)]
 
 
 # ------------------------------------------------------------------------------------------ shared functions
@@ -222,7 +222,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
 
 # ------------------------------------------------------------------------------------------------ training
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
-_HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
+HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
             "eval_top5": "{} top-5, %"}
 
 
@@ -233,7 +233,7 @@ def _history(
     def points(run: Run) -> dict[float, Optional[float]]:
         return {(row["epoch"] + 1) * (steps or 1): row.get(column) for row in run["history"]}
 
-    title = _HISTORY[column].format(scene.layout.images)
+    title = HISTORY[column].format(scene.layout.images)
     panel = _panel(f"{part}: {title}" if part else title, runs, name, points, among=scene.having("history"))
     panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
     panel.below = "training step" if steps else "epoch"
@@ -282,19 +282,20 @@ def _with_chance(caption: str, layout: Layout) -> str:
     return f"{caption} The accuracy of chance is {layout.chance:.3g} %." if layout.chance else caption
 
 
-def _training(scene: Scene, options: Options) -> Iterator[Picture]:
-    name, runs = scene.lines(options), scene.having("history")
-    rows = [progress(scene, members, name, part) for part, members in scene.parts(options, runs)]
+def _training(scene: Scene, *, by: By = (), lines: Names = None, name: str = "training", caption: str = "") -> Pictures:
+    """Draw the loss by step, and top-1 by epoch and by time."""
+    runs, line = scene.having("history"), scene.named(lines, by)
+    rows = [progress(scene, members, line, part) for part, members in scene.parts(by, runs)]
     if not rows:
         return
     timed = any(row[2] for row in rows)
-    caption = options.get("caption", "Training loss, with a logarithmic y axis, and accuracy on the "
-                                     f"{scene.layout.images} images. A point of the loss is its mean over an epoch.")
+    caption = caption or (f"Training loss, with a logarithmic y axis, and accuracy on the {scene.layout.images} "
+                          "images. A point of the loss is its mean over an epoch.")
     caption = _with_chance(caption, scene.layout)
     if timed:
         caption = f"{caption} {measured_time(runs)}"
     panels = [panel or Panel("", {}) for row in rows for panel in row[:2 + timed]]
-    yield _drawing(options.get("name", "training"), caption, panels, "epoch", columns=2 + timed)
+    yield _drawing(name, caption, panels, "epoch", columns=2 + timed)
 
 
 def measured_time(runs: Sequence[Run]) -> str:
@@ -304,12 +305,16 @@ def measured_time(runs: Sequence[Run]) -> str:
             "other programs on the machine. A point is at the mean time of the runs after an epoch.")
 
 
-def _curves(scene: Scene, options: Options) -> Iterator[Picture]:
-    column, name = options.get("column", "eval_top1"), scene.lines(options)
-    panels = [_history(scene, runs, column, name, part) for part, runs in scene.parts(options, scene.having("history"))]
+def _curves(
+        scene: Scene, *, by: By = (), lines: Names = None, column: str = "eval_top1", name: str = "curves",
+        caption: str = "",
+) -> Pictures:
+    """Draw one column of the history by epoch."""
+    line, runs = scene.named(lines, by), scene.having("history")
+    panels = [_history(scene, members, column, line, part) for part, members in scene.parts(by, runs)]
     if panels:
-        caption = options.get("caption", f"{_HISTORY[column].format(scene.layout.images)}.")
-        yield _drawing(options.get("name", "curves"), _with_chance(caption, scene.layout), panels, "epoch", shared=True)
+        caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
+        yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch", shared=True)
 
 
 # ---------------------------------------------------------------------------------------------- the stream
@@ -319,9 +324,9 @@ _PROBES = {
 }
 
 
-def _stream(scene: Scene, options: Options) -> Iterator[Picture]:
+def _stream(scene: Scene, *, lines: Names = None) -> Pictures:
     """Draw the norm and cosine of the stream at each site. Only the lab's loop measures them (`probe.jsonl`)."""
-    runs, name = scene.having("probe"), scene.lines(options)
+    runs, name = scene.having("probe"), scene.named(lines)
     if not runs:
         return
     sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
@@ -377,9 +382,9 @@ _COEFFICIENTS = {  # sentences about plots without transition points
 }
 
 
-def _traces(scene: Scene, options: Options) -> Iterator[Picture]:
+def _traces(scene: Scene, *, lines: Names = None) -> Pictures:
     """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
-    runs, name = scene.having("dynamics"), scene.lines(options)
+    runs, name = scene.having("dynamics"), scene.named(lines)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
     for kind, sites in _sites(runs).items():
@@ -426,22 +431,24 @@ def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
     return names[-1] if names else None
 
 
-def _last_branch(scene: Scene, options: Options) -> Iterator[Picture]:
-    name = scene.lines(options)
-    for part, runs in scene.parts(options, scene.having("dynamics")):
+def _last_branch(scene: Scene, *, by: By = (), lines: Names = None, caption: str = "") -> Pictures:
+    """Draw the squared norms of the last branch's output by training step."""
+    name = scene.named(lines, by)
+    for part, runs in scene.parts(by, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
         panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, _trace(site, measure))
                   for measure in ("orthogonal", "parallel", "branch")]
-        caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
-                   f"logarithmic y axes. {options.get('caption', '')}")
+        norms = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
+                 f"logarithmic y axes. {caption}")
         for panel in panels:
             panel.log = True
-        yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step")
+        yield _drawing(f"norms {part}", norms.rstrip(), panels, "training step")
 
 
-def _learned_weights(scene: Scene, options: Options) -> Iterator[Picture]:
+def _learned_weights(scene: Scene, *, by: By = ()) -> Pictures:
+    """Draw rho and theta by training step. `by` is the dimension of their start values."""
     runs = [run for run in scene.having("dynamics") if run["connection"] == "hybrid"]
-    parts = scene.parts(options, runs)
+    parts = scene.parts(by, runs)
     for kind, sites in _sites(runs).items():
         panels = [Panel(f"{part} start: {TRACES[measure]}" if part else TRACES[measure],
                         {f"block {layer}": _line(_look(layer, sites[-1][0]), members, _trace(site, measure))
@@ -455,22 +462,25 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Picture]:
 
 
 # -------------------------------------------------------------------------------------------------- points
-def _points(scene: Scene, options: Options) -> Iterator[Picture]:
-    """Draw measures over a dimension, with every run, and the mean and standard deviation over the seeds."""
-    x, name = options["x"], scene.lines(options)
+def _points(
+        scene: Scene, *, x: str, lines: Names = None, measures: Names = None, log: bool = False, pearson: bool = False,
+        name: str = "", caption: str = "",
+) -> Pictures:
+    """Draw measures over the dimension `x`, with every run, and the mean and standard deviation over the seeds."""
     titles = {scene.layout.label("measure", key): MEASURES[key].read
-              for key in options.get("measures", scene.layout.measures)
+              for key in (scene.layout.measures if measures is None else measures)
               if any(finite(MEASURES[key].read(run)) for run in scene.runs)}
     if not titles:
         return
-    caption = (f"{options.get('caption', f'By {x}.')} x axis: {scene.layout.titles.get(x, x)}. Small dots: runs. "
-               "Markers and bars: mean and standard deviation over the seeds.")
-    if options.get("pearson"):
+    below = scene.layout.titles.get(x, x)
+    caption = (f"{caption or f'By {x}.'} x axis: {below}. Small dots: runs. Markers and bars: mean and standard "
+               "deviation over the seeds.")
+    if pearson:
         correlations = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
         caption = f"{caption} Pearson's correlation over the runs: {'; '.join(correlations)}."
-    groups, below = grouped(scene.runs, name), scene.layout.titles.get(x, x)
-    yield Picture(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
-                  partial(_draw_points, scene, x, titles, groups, bool(options.get("log"))))
+    groups = grouped(scene.runs, scene.named(lines, x))
+    yield Picture(name or x, caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
+                  partial(_draw_points, scene, x, titles, groups, log))
 
 
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
@@ -609,7 +619,9 @@ def _intervals(
                       label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
 
 
-DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Picture]]] = {
+# The plots that a layout can list. Their keyword arguments are the options. `by` is a dimension: each of its values has
+# a plot or panel. `lines` are the dimensions that name a line. `name` is the name of the file.
+DRAWINGS: dict[str, Callable[..., Pictures]] = {
     "training": _training, "curves": _curves, "points": _points, "stream": _stream, "traces": _traces,
     "last_branch": _last_branch, "learned_weights": _learned_weights,
 }

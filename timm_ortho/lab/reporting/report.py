@@ -12,7 +12,8 @@ begins with the answer and ends with method and terms.
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
         "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run. All other
-                                            # values and the seed are equal; default {"connection": "linear"}
+                                            # values and the seed are equal; default {"connection": "linear"}.
+                                            # `tables.baseline_of` returns the baseline of a run's group
         "changed": ["epochs: 15 here; 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
@@ -26,13 +27,23 @@ begins with the answer and ends with method and terms.
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
         "connection": "feature",                # connection at the end of training; LO: linear, later feature
         # all keys below are optional; NaN and infinities are None
-        "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
-        "parameters", "blocks", "width", "lr", "batch_size", "model", "device", "dataset", "switch_epoch",
+        "top1", "top5", "loss",                 # after the last epoch, on the images of "validation"; top-k in percent
+        "best_top1", "best_epoch",              # of the epoch with the highest top-1, counted from 0
+        "images_per_second",                    # in training without evaluation; median over the epochs
+        "seconds",                              # of training and evaluation, summed over the epochs
+        "peak_memory",                          # in bytes: memory of the GPU or, on a CPU, of the process
+        "batch_size",                           # images per update of the weights
+        "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
+        "switch_epoch",                         # epochs before the connection changes; None if it does not
+        "hold_out",                             # training images that measure the accuracy; 0: the validation split
+        "labels",                               # names of the classes, or None
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
-        # train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss has neither
-        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr"}, ...],
+        # "epoch" counts from 0. train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss
+        # has neither. Only the trainer "lab" writes the last three keys, with the meanings above
+        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "train_seconds",
+                     "train_images_per_second", "train_peak_memory"}, ...],
         "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch, before training and after each epoch
         "dynamics": [...],                      # rows of `timm_ortho.record`
         "representation": {"effective_rank", "spectral_entropy", "feature_std",
@@ -43,16 +54,18 @@ begins with the answer and ends with method and terms.
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, finite, without_nan
-from .. import paper, refuse_links, value_text, write_text
+from .. import LabError, check_names, paper, refuse_links, value_text, write_text
+from ..planning.design import read, shipped
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
-from .plots import Scene, branch, drawings, forest, last_branch
+from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 
@@ -88,7 +101,7 @@ class Part:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.study)
+        return layout_of(self.study)
 
     @cached_property
     def entries(self) -> list[tables.Entry]:
@@ -113,6 +126,41 @@ class Part:
         return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]),
                 "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
                 "runs": self.runs}
+
+
+def layout_of(study: Mapping[str, Any]) -> Layout:
+    """Return the checked layout of a study's report.
+
+    The default is the layout of the package's study with the same name, if its rows and columns are dimensions of this
+    study. Otherwise, the report has a row for each cell and connection.
+    """
+    dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
+    keys = study.get("report")
+    if keys is None and study["name"] in shipped():
+        keys = read(study["name"]).get("report")
+        fits = keys and dimensions.issuperset([*keys.get("rows", ()), *keys.get("columns", ())])
+        keys = keys if fits else None
+    if not isinstance(keys or {}, Mapping):
+        raise LabError(f"report must be a mapping, not {keys!r}")
+    keys = keys or {}
+    check_names(keys, set(Layout.__dataclass_fields__) - {"study", "generic"}, "report")
+    generic = not keys.keys() & {"rows", "columns"}
+    layout = Layout(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})
+    for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
+                       ("labels", dimensions), ("measures", MEASURES), ("tables", tables.EXTRAS)):
+        check_names(getattr(layout, key), known, f"report: {key}", "entry")
+    check_names([layout.order] if layout.order else [], layout.rows, "report: order", "entry")
+    for name, options in layout.plot_options():
+        check_names([name], DRAWINGS, "report: plots", "entry")
+        owner, accepted = f"report: plot '{name}'", [*signature(DRAWINGS[name]).parameters][1:]
+        check_names(options, accepted, owner, "option")
+        if "x" in accepted and "x" not in options:
+            raise LabError(f"{owner} needs the option 'x', the dimension of the x axis")
+        named = [options[key] for key in ("x", "by") if key in options]
+        check_names([*named, *options.get("lines", ())], dimensions, owner, "dimension")
+        check_names(options.get("measures", ()), MEASURES, owner, "measure")
+        check_names([options["column"]] if "column" in options else [], HISTORY, owner, "column")
+    return layout
 
 
 def title_of(study: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from ..._images import data_config
-from ..._text import error_text
+from ..._text import UserError, error_text
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...models.names import is_variant
@@ -35,13 +35,13 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training
 
-REFUSED = 2  # exit status after a LabError other than Died: the launcher does not start the run again
+REFUSED = 2  # exit status after a UserError other than Died: the launcher does not start the run again
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Train the run in a folder, and return the exit status.
 
-    It is 0 if the run is finished, `REFUSED` for a LabError other than `timm_script.Died`, and 1 for any other error.
+    It is 0 if the run is finished, `REFUSED` for a UserError other than `timm_script.Died`, and 1 for any other error.
     """
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
@@ -52,9 +52,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
-        import_modules(parsed.device_modules, LabError)
+        import_modules(parsed.device_modules)
         run(parsed.folder, parsed.threads, parsed.train_py)
-    except LabError as error:
+    except UserError as error:
         print(f"timm-ortho: {error}", file=sys.stderr)
         return 1 if isinstance(error, timm_script.Died) else REFUSED
     except Exception:  # noqa: BLE001 shown in the log
@@ -74,7 +74,7 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
         train_py: The script that the plan may run.
 
     Raises:
-        LabError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
+        UserError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
             file of weights that could run code.
     """
     plan = RunPlan.read(folder)
@@ -108,12 +108,12 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
 
 
 def _check(plan: RunPlan, source: Path, train_py: Optional[str]) -> None:
-    """Raise a LabError if a plan would run code that the user has not chosen."""
+    """Raise a UserError if a plan would run code that the user has not chosen."""
     if plan.script not in (None, train_py):
         raise LabError(f"{source} trains with the script {plan.script}: if you trust it, name it too (--train-py "
                        f"{shlex.quote(plan.script)})")
     for options in (stage.options for stage in plan.stages):
-        check_options(options, LabError, str(source))
+        check_options(options, str(source))
         if options.get("pretrained") and not is_variant(options["model"]):  # timm would choose the file
             raise LabError(f"{source} starts from weights of '{options['model']}', but only variants' weights are read")
         for key in ("initial_checkpoint", "pretrained_path", "resume"):  # timm's script would unpickle these files
