@@ -25,7 +25,8 @@ def read_history(folder: Path) -> list[dict]:
     Raises:
         UserError: The file is damaged.
     """
-    path, history = folder / "summary.csv", []
+    path = folder / "summary.csv"
+    history: list[dict] = []
     if not path.is_file():
         return []
     try:
