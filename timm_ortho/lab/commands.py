@@ -152,7 +152,7 @@ def _opening(planned: StudyPlan) -> list[str]:
     runs = (f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; data: {study['dataset']}; "
             f"connections: {', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
             f"{' or '.join(map(str, epochs))}")
-    return [runs, *filter(None, [" ".join(report.of_data(Layout.of(study)))])]
+    return [runs, *filter(None, [" ".join(report.of_data(report.layout_of(study)))])]
 
 
 def _threads_for(run_plan: RunPlan) -> int:
