@@ -440,7 +440,8 @@ def create_connection(
     make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
     kept = "branch" if site.in_place else keep
-    arguments = dict(zip(_PASSED, (dim, eps, prob, start, kept, groups, device, dtype), strict=True))
+    arguments = dict(
+        dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
     defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
     for name in sorted(_CHECKS.keys() - accepted):

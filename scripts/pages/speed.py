@@ -154,7 +154,7 @@ def device(row: BenchRow) -> str:
 
 
 def unmeasured(rows: Sequence[BenchRow]) -> str:
-    """Return a sentence with the tables that have no rows from a GPU, and one with those that have none from a CPU."""
+    """Return a sentence for each kind of device with the tables that have no rows from it."""
     measured = {(row["what"], "CPU" if row["device"] == "cpu" else "GPU") for row in rows}
     missing = {kind: [what for what in TABLES if (what, kind) not in measured] for kind in ("GPU", "CPU")}
     return " ".join(f"Not measured on a {kind}: {listed(parts)}." for kind, parts in missing.items() if parts)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.half_connection import HalfConnection
-from helpers.messages import not_taken
+from helpers.messages import not_taken, taking
 
 from timm_ortho import CONNECTIONS, Connection, FeatureConnection, connections, create_connection, create_skip
 
@@ -69,7 +69,7 @@ def test_the_tables_list_every_connection(name):
     assert f"`{name}`" in row
 
 
-@pytest.mark.parametrize("name", ["feature", "global"])
+@pytest.mark.parametrize("name", taking("prob"))
 def test_probability_is_drawn_in_training_and_averaged_in_evaluation(name):
     connection = create_connection(name, prob=0.3).double()
     orthogonal = create_connection(name).double()(X, F)
@@ -81,7 +81,7 @@ def test_probability_is_drawn_in_training_and_averaged_in_evaluation(name):
     torch.testing.assert_close(connection.eval()(X, F), 0.3 * orthogonal + 0.7 * (X + F))
 
 
-@pytest.mark.parametrize("name", ["feature", "global"])
+@pytest.mark.parametrize("name", taking("prob"))
 def test_draws_under_vmap(name):
     connection, x, f = create_connection(name, prob=0.5), torch.randn(64, 3, 8), torch.randn(64, 3, 8)
     for randomness, allowed in (("same", (0, 64)), ("different", range(10, 55))):

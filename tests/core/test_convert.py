@@ -13,7 +13,16 @@ from timm.models import resnetv2, vision_transformer as vit
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from torch import nn
 
-from timm_ortho import Connection, LinearConnection, RoutingError, UnsupportedModelError, connect, disconnect, sites
+from timm_ortho import (
+    Connection,
+    LinearConnection,
+    RoutingError,
+    UnsupportedModelError,
+    connect,
+    create_connection,
+    disconnect,
+    sites,
+)
 from timm_ortho.blocks import routed, specs
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
@@ -69,18 +78,20 @@ def step(model):
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("connection", [name for name in CONNECTIONS if name != "linear"])
+@pytest.mark.parametrize("connection", CONNECTIONS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_site_is_orthogonal(block, connection):
-    """Each site adds a component orthogonal to its stream, and every parameter gets a gradient."""
+def test_every_site_weights_the_parallel_part(block, connection):
+    """Each site adds the parallel part of f with the weight of its connection, and every parameter gets a gradient."""
     model = connect(build(block).double(), connection)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    weight = create_connection(connection).double()(one, one).item() - 1  # one channel has no orthogonal part
     checked = []
 
     def check(module, inputs, y):
         x, f = inputs
         dims = module.dims or tuple(range(1, x.ndim))
         lengths = x.square().sum(dims).sqrt() * f.square().sum(dims).sqrt()
-        angle = (x * (y - x)).sum(dims) / lengths.clamp_min(1e-3)
+        angle = (x * (y - x - weight * f)).sum(dims) / lengths.clamp_min(1e-3)
         checked.append(angle.abs().max().item())
 
     for site in sites(model):

@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 from helpers.half_connection import HalfConnection
+from helpers.messages import taking
 from torch.fx.experimental.optimization import optimize_for_inference
 
 from timm_ortho import CONNECTIONS, SKIPS, create_connection, create_skip, sites
@@ -71,9 +72,9 @@ def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **op
 MODELS = ["vit_small_ortho", "resnetv2_18_cifar_orthog"]
 TABLE = [
     *(row(connection, name, forms="TorchScript FX export compile") for name in CONNECTIONS),
-    *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in ("feature", "global")),
+    *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in taking("prob")),
     row(connection, HalfConnection),
-    *(row(connection, name, groups=3, forms="TorchScript FX export compile") for name in ("feature", "hybrid")),
+    *(row(connection, name, groups=3, forms="TorchScript FX export compile") for name in taking("groups")),
     row(connection, "feature", groups=3, prob=0.5, skip="orthogonal_tp", forms="TorchScript FX"),
     *(row(connection, name, skip=skip, forms="TorchScript FX") for name in CONNECTIONS for skip in SKIPS),
     *(row(transform, skip, inputs=1, forms="TorchScript trace FX export") for skip in SKIPS),

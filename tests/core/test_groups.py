@@ -5,7 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from helpers.messages import not_taken
+from helpers.messages import not_taken, taking
 from helpers.oracle import truth
 from torch import nn
 
@@ -160,7 +160,7 @@ def test_heads_are_those_of_each_block():
 
 
 @pytest.mark.parametrize("groups", [1, 6, "heads"])
-@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+@pytest.mark.parametrize("connection", taking("groups"))
 def test_arguments_rebuild_the_groups(groups, connection):
     model = connect(MODELS["ViT"](), connection, groups=groups)
     arguments = connection_arguments(model)
@@ -221,7 +221,7 @@ def test_diagnostics_measure_each_group():
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+@pytest.mark.parametrize("connection", taking("groups"))
 def test_recorded_rows_list_the_cosines_of_groups(connection):
     model = timm.create_model("vit_test_ortho", connection=connection, connection_groups=4, connection_kinds="mlp")
     with timm_ortho.record(model, every=1) as recorder:

@@ -210,7 +210,7 @@ def test_compare(tmp_path):
     assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "-", "91.17", "3", "100", "1,024 MiB"]
     assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
     assert set(rule) == {"-"}
-    assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} == {
+    assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {
         path.name for path in (tmp_path / "figures").iterdir()}
     assert "paper" not in "".join(texts(tmp_path)).lower()
 

@@ -80,7 +80,7 @@ def test_nothing_is_cut_off_in_a_browser(name, tmp_path):
         assert frame["cut"] == []
         assert all(frame["images"])
         assert bool(frame["images"]) == (name != "parameters")
-        assert all(share > 0.7 for share in frame["shares"])  # image width / page width
+        assert all(share > 0.7 for share in frame["shares"]), "make the figure wider"  # image width / page width
         assert all(0.75 < scale <= 2 for scale in frame["scales"])  # keeps text of 8 points legible
         assert all(height < 90 for height in frame["headers"])  # 90 pixels: three lines of text
 

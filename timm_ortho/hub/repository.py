@@ -246,7 +246,7 @@ def _detached(model: nn.Module) -> nn.Module:
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier of timm.create_model: it has no pretrained_cfg "
                            "or no num_classes, which config.json needs")
-    copy = deepcopy(bare).cpu().eval()
+    copy = deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
     for tensor in (*copy.parameters(), *copy.buffers()):
         tensor.data = tensor.data.contiguous()
     return copy

@@ -223,7 +223,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
 # ------------------------------------------------------------------------------------------------ training
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
-            "eval_top5": "{} top-5, %"}
+           "eval_top5": "{} top-5, %"}
 
 
 def _history(

@@ -12,7 +12,8 @@ begins with the answer and ends with method and terms.
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
         "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run. All other
-                                            # values and the seed are equal; default {"connection": "linear"}
+                                            # values and the seed are equal; default {"connection": "linear"}.
+                                            # `tables.baseline_of` returns the baseline of a run's group
         "changed": ["epochs: 15 here; 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
@@ -26,13 +27,23 @@ begins with the answer and ends with method and terms.
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
         "connection": "feature",                # connection at the end of training; LO: linear, later feature
         # all keys below are optional; NaN and infinities are None
-        "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
-        "parameters", "blocks", "width", "lr", "batch_size", "model", "device", "dataset", "switch_epoch",
+        "top1", "top5", "loss",                 # after the last epoch, on the images of "validation"; top-k in percent
+        "best_top1", "best_epoch",              # of the epoch with the highest top-1, counted from 0
+        "images_per_second",                    # in training without evaluation; median over the epochs
+        "seconds",                              # of training and evaluation, summed over the epochs
+        "peak_memory",                          # in bytes: memory of the GPU or, on a CPU, of the process
+        "batch_size",                           # images per update of the weights
+        "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
+        "switch_epoch",                         # epochs before the connection changes; None if it does not
+        "hold_out",                             # training images that measure the accuracy; 0: the validation split
+        "labels",                               # names of the classes, or None
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
-        # train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss has neither
-        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr"}, ...],
+        # "epoch" counts from 0. train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss
+        # has neither. Only the trainer "lab" writes the last three keys, with the meanings above
+        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "train_seconds",
+                     "train_images_per_second", "train_peak_memory"}, ...],
         "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch, before training and after each epoch
         "dynamics": [...],                      # rows of `timm_ortho.record`
         "representation": {"effective_rank", "spectral_entropy", "feature_std",

@@ -95,7 +95,7 @@ def _spread(moments: Sequence[float], digits: int) -> str:
 # ----------------------------------------------------------------------------------------------- entries
 def entries_of(runs: Sequence[Run], layout: Layout) -> list[Entry]:
     """Return an entry for each group and each measure that a run of the group has, sorted by group."""
-    groups = grouped(runs, _group)
+    groups = grouped(runs, group_of)
     unadjusted = [entry for measure in layout.measures
                   for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
     adjusted = iter(holm([entry.p for entry in unadjusted if entry.difference]))
@@ -103,7 +103,7 @@ def entries_of(runs: Sequence[Run], layout: Layout) -> list[Entry]:
     return sorted(with_holm, key=lambda entry: list(groups).index(entry.group))
 
 
-def _group(run: Run) -> Group:
+def group_of(run: Run) -> Group:
     return tuple(run["cell"].items()), run["connection"]
 
 
@@ -116,7 +116,7 @@ def _of_measure(groups: Mapping[Group, list[Run]], name: str, layout: Layout) ->
                       if finite(read(run))} for group in keys}
     entries = []
     for group, position in positions.items():
-        compared, baseline = {}, _baseline(groups, group, study["baseline"])
+        compared, baseline = {}, baseline_of(groups, group, study["baseline"])
         if baseline in positions:
             seeds = sorted(values[group].keys() & values[baseline].keys()) if baseline != group else []
             pair = [[values[side][seed] for seed in seeds] for side in (group, baseline)]
@@ -134,7 +134,7 @@ def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
             for group, (row, column) in positions.items()}
 
 
-def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
+def baseline_of(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
     """Return the group that is the baseline of a group, or None if it has no runs.
 
     Its axes and connection have the values that the study's baseline sets. All other values are those of the compared
@@ -255,7 +255,7 @@ def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> T
         layout.label(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
     rows = []
     for entry in (entry for entry in entries if entry.measure == "top1"):
-        members = [run for run in runs if _group(run) == entry.group]
+        members = [run for run in runs if group_of(run) == entry.group]
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
             str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
