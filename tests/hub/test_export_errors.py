@@ -123,6 +123,7 @@ def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("published")
-    card = str(hub.export(folder, tmp_path / "out", "me/model"))
+    for run in (folder, timm_run(tmp_path / "text", device_modules="published")):  # train.py stores a list
+        card = str(hub.export(run, tmp_path / "out", "me/model"))
+        assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2
     assert "mine" in before
-    assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2

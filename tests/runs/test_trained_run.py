@@ -13,6 +13,7 @@ from helpers.tiny_study import compared, planned, read, request, switching, trai
 from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho import cli, sites
+from timm_ortho._text import UserError
 from timm_ortho.lab import commands as study
 from timm_ortho.runs.folders import class_names, read_history
 from timm_ortho.runs.trained_run import CheckpointRun, RunError, run_model
@@ -60,6 +61,14 @@ def test_the_last_row_of_an_epoch_is_used(tmp_path):
     run = CheckpointRun(folder)
     assert [row["epoch"] for row in run.history] == [0, 1, 2]
     assert run.evaluated["eval_top1"] == 31.5
+
+
+@pytest.mark.parametrize("content", ["epoch,eval_top1\n0,abc\n", "top1\n1.0\n", "epoch\n0\n\xff"])
+def test_a_damaged_history_is_refused_in_one_line(tmp_path, content):
+    folder = timm_run(tmp_path / "run", epochs=1)
+    (folder / "summary.csv").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=r"summary.csv is not a table of epochs \(\w+: .*\): remove it$"):
+        CheckpointRun(folder)
 
 
 def test_class_names():
@@ -162,6 +171,8 @@ ROW = dict(connection="a", baseline="b", seeds=[0], top1_mean=1.0, top1_std=None
     (dict(top1=[1]), "AttributeError"),
     (dict(labels=3), "TypeError"),
     (dict(comparison=[{**ROW, "top1_mean": -math.inf}]), "-inf is not finite"),
+    (dict(made_with=dict(command="timm-ortho 'compare")), "No closing quotation"),
+    (dict(made_with=dict(command="")), "the command is empty"),
     (dict(comparison=[{**ROW, "difference": dict(mean=1.0, half_width=math.nan, pairs=2)}]), "nan is not finite"),
     (dict(comparison=[{"connection": "a"}]), "KeyError: 'baseline'"),
     (dict(split=2**20 * "a"), "it has more than 1,048,576 bytes"),

@@ -39,7 +39,7 @@ from ..hub_client.errors import check_client, check_repo_id, without_tokens
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
 from ..models.variant_arguments import is_variant_argument, variant_argument
-from ..runs.folders import class_names
+from ..runs.folders import class_names, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
@@ -283,7 +283,7 @@ def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
 
     If the module with the author's code is unknown or is `__main__`, the line is a comment in place of an import.
     """
-    own = [module for module in (run and run.options.get("device_modules")) or () if module != "timm_ortho"]
+    own = own_modules(run.options.get("device_modules")) if run else []
     connection = config["model_args"].get("connection", "linear")
     make = CONNECTIONS[connection]
     made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # functools for a partial

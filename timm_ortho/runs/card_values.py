@@ -5,6 +5,7 @@ again with the report of its study. Another person may have written the file, so
 """
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,8 @@ def read_card_values(folder: Path) -> CardValues:
 def _checked(values: Mapping[str, Any]) -> CardValues:
     if values["stage"] != "." and file_name(values["stage"]) != values["stage"]:
         raise ValueError(f"the stage '{values['stage']}' is not a folder in it")
+    if not shlex.split(values["made_with"].get("command", "timm-ortho")):
+        raise ValueError("the command is empty")
     return CardValues(
         finished=bool(values["finished"]),
         stage=values["stage"],

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
-from .._text import UserError, without_nan
+from .._text import UserError, error_text, without_nan
 
 
 def read_history(folder: Path) -> list[dict]:
@@ -21,17 +21,23 @@ def read_history(folder: Path) -> list[dict]:
 
     Returns:
         A dict for each epoch, empty if there is no file.
+
+    Raises:
+        UserError: The file is damaged.
     """
-    if not (folder / "summary.csv").is_file():
+    path, history = folder / "summary.csv", []
+    if not path.is_file():
         return []
-    with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
-    history: list[dict] = []
-    for row in rows:
-        epoch = int(row["epoch"])
-        history = [earlier for earlier in history if earlier["epoch"] < epoch]
-        metrics = {key: float(value) for key, value in row.items() if key and value}
-        history.append({**without_nan(metrics), "epoch": epoch})
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
+        for row in rows:
+            epoch = int(row["epoch"])
+            history = [earlier for earlier in history if earlier["epoch"] < epoch]
+            metrics = {key: float(value) for key, value in row.items() if key and value}
+            history.append({**without_nan(metrics), "epoch": epoch})
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise UserError(f"{path} is not a table of epochs ({error_text(error, named=True)}): remove it") from None
     return history
 
 
