@@ -441,15 +441,15 @@ def recommendation() -> str:
     pooling = decisions()["H3"]["decision"]
     sizes = [run["parameters"] / 1e6 for row in rows for run in row["hypothesis"].contrast.runs]
     answer = " ".join([
-        "For a ViT that you train from scratch, try Orthogonal-F. In our narrow ViTs",
-        f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}), the difference in top-1",
-        "accuracy from plain addition, in points with 95 % confidence intervals, is",
-        f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]}",
-        f"instead of {vit_b['linear'][0]} %. For a ResNet, train with and without it: the difference is {RESNET} on",
-        "Fashion-MNIST in one small network at a learning rate that was not tuned, and",
+        "For a ViT that you train from scratch, try Orthogonal-F (suffix `_ortho`). We trained narrow ViTs",
+        f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}) with Orthogonal-F and with plain",
+        "addition. The difference in top-1 accuracy, in points with 95 % confidence intervals, is",
+        f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} %",
+        f"with Orthogonal-F and {vit_b['linear'][0]} % with plain addition. For a ResNet, compare both on your data: the",
+        f"difference is {RESNET} in our one small network, on Fashion-MNIST at a learning rate that was not tuned, and",
         f"{OF_RESNETS} over all ResNetV2s and data sets of the paper.",
-        *["Do not use it where a branch subtracts its input, as in PoolFormer."][:pooling == "confirmed"],
-        f"Not tested: ViTs with {'; '.join(untested(rows))}; and fine-tuning",
+        *["Do not use it in models whose branches subtract their input, such as PoolFormer."][:pooling == "confirmed"],
+        f"We have not tested ViTs with {'; '.join(untested(rows))}; and fine-tuning",
         "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])
     return textwrap.fill(answer, 130, break_on_hyphens=False, break_long_words=False)
 

@@ -29,8 +29,8 @@ SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ViT-B": ("vit_base_pa
 COSTS = {  # columns of README's table
     "training, eager": ("training", "eager", "ratio"), "training, compiled": ("training", "compiled", "ratio"),
     "inference, eager": ("inference", "eager", "ratio"),
-    "kept for backward, eager": ("training", "eager", "saved_ratio"),
-    "kept, compiled": ("training", "compiled", "saved_ratio"),
+    "memory kept for backward, eager": ("training", "eager", "saved_ratio"),
+    "the same, compiled": ("training", "compiled", "saved_ratio"),
     "peak memory": ("training", "eager", "peak_ratio"),
 }
 HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}

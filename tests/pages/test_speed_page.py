@@ -113,7 +113,7 @@ def test_readmes_table_of_costs(tmp_path):
     gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021", dtype="amp bfloat16")
     fake_csv(tmp_path, "bench_cpu.csv", [model_row("training", "eager", 1.3)])
     assert table_of(speed.costs(speed.rows_of(tmp_path))) == [  # without columns that have no values
-        ["on", "model, batch", "training, eager", "kept for backward, eager"], ["---"] * 4,
+        ["on", "model, batch", "training, eager", "memory kept for backward, eager"], ["---"] * 4,
         ["CPU, Some CPU", "`vit_small`, 16", "1.300 [1.290, 1.320]", "1.004"]]
     fake_csv(tmp_path, "bench_h100.csv", [
         model_row("training", "eager", 1.01, shape="128x3x224x224", **gpu),
