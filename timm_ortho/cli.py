@@ -610,7 +610,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
             raise
         if parsed.ema:
             raise UserError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
-                             "--ema") from None
+                            "--ema") from None
         model = timm.create_model(name, **kwargs)
         load_weights(model, checkpoint, use_ema=False)
         return model, options
