@@ -16,6 +16,7 @@ states `DataStream` sets. A training step reads no value from the device.
 """
 import math
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
@@ -128,6 +129,7 @@ class DeviceLoader:
         self.stored, self.dataset, self.batch_size = stored, dataset, batch_size
         self.prepare, self.training = prepare, training
         self.mixup_enabled = True  # the training loop sets it
+        self.stream: Any = None
 
     def __len__(self) -> int:
         return (len(self.dataset) if self.training else len(self.dataset) + self.batch_size - 1) // self.batch_size
@@ -136,8 +138,20 @@ class DeviceLoader:
         images, labels = self.stored()
         order = torch.randperm(len(images)) if self.training else torch.arange(len(images))
         order = order.to(images.device)
+        if images.device.type == "cuda":
+            # torchvision copies parameters of RandAugment to the GPU, and each copy waits for its stream. On a second
+            # stream, a copy does not wait for the training of the previous batch.
+            self.stream = self.stream or torch.cuda.Stream(images.device)
+            self.stream.wait_stream(torch.cuda.current_stream(images.device))
         for index in order.split(self.batch_size)[:len(self)]:
-            yield self.prepare(images[index], labels[index], self.mixup_enabled)
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                batch = self.prepare(images[index], labels[index], self.mixup_enabled)
+            if self.stream:
+                consumer = torch.cuda.current_stream(images.device)
+                consumer.wait_stream(self.stream)
+                for tensor in batch:
+                    tensor.record_stream(consumer)
+            yield batch
 
 
 def loaders(
