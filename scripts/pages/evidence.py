@@ -446,8 +446,8 @@ def recommendation() -> str:
         "plain addition. The difference in top-1 accuracy, in points with 95 % confidence intervals, is",
         f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} %",
         f"with Orthogonal-F and {vit_b['linear'][0]} % with plain addition. For a ResNet, compare both on your data:",
-        f"the difference is {RESNET} in our one small network, on Fashion-MNIST at a learning rate that was not tuned, and",
-        f"{OF_RESNETS} over all ResNetV2s and data sets of the paper.",
+        f"the difference is {RESNET} in our one small network, on Fashion-MNIST at a learning rate that was not tuned,",
+        f"and {OF_RESNETS} over all ResNetV2s and data sets of the paper.",
         *["Do not use it in models whose branches subtract their input, such as PoolFormer."][:pooling == "confirmed"],
         f"We have not tested ViTs with {'; '.join(untested(rows))}; and fine-tuning",
         "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])
