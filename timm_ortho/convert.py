@@ -13,6 +13,7 @@ from ._checks import known_name
 from ._compat import is_sharded, named_children
 from .arguments import keep_in_config
 from .blocks import (
+    LIBRARIES,
     BlockSpec,
     branch_first,
     host_class,
@@ -352,7 +353,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
     for module in model.modules():
         if module not in known and spec_of(module) is None and is_residual(module):
             cls = written_class(module)
-            is_adapter = cls.__module__.partition(".")[0] not in ("timm", "torchvision", "transformers")
+            is_adapter = cls.__module__.partition(".")[0] not in LIBRARIES
             if not is_adapter or module not in inside:
                 unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if blocks and not unsupported:

@@ -5,10 +5,10 @@ such blocks to the tests.
 """
 from .lookup import specs
 from .registry import is_residual, not_residual, register_block, spec_of
-from .routed import branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
+from .routed import LIBRARIES, branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
 from .spec import BlockSpec
 
 __all__ = [
-    "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached", "register_block",
-    "routed_class", "spec_of", "specs", "with_norm", "written_class",
+    "LIBRARIES", "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached",
+    "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
 ]

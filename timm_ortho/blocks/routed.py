@@ -19,6 +19,8 @@ from ..routing import Route, Sum
 from . import lookup
 from .spec import BlockSpec
 
+LIBRARIES = ("timm", "torchvision", "transformers")  # libraries with a table of blocks
+
 
 def written_class(module: nn.Module) -> type:
     """Return the class of a module before ``fully_shard`` or a parametrization replaced it by a subclass.
@@ -145,7 +147,7 @@ def _route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...], method
         Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
-    is_own = host.__module__.partition(".")[0] not in ("timm", "torchvision", "transformers")
+    is_own = host.__module__.partition(".")[0] not in LIBRARIES
     return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
                  sides_differ=spec.sides_differ, keeps_order=is_own)
 

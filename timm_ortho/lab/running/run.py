@@ -199,7 +199,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     model = create_model({**vars(options), "pretrained": False}, **options.model_kwargs)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
     over_epochs = {"images_per_second": median, "peak_memory": lambda values: int(max(values)), "seconds": sum}
-    measured = {key: of(values) for key, of in over_epochs.items()  # train.py writes none of these columns
+    measured = {key: of(values) for key, of in over_epochs.items()  # train.py does not write these columns
                 if (values := [row[f"train_{key}"] for row in rows if row.get(f"train_{key}")])}
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
