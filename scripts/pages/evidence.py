@@ -443,11 +443,11 @@ def recommendation() -> str:
     answer = " ".join([
         "For a ViT that you train from scratch, try Orthogonal-F (suffix `_ortho`). We trained narrow ViTs",
         f"({min(sizes):.1f} to {max(sizes):.1f} million parameters, {epochs_of(rows)}) with Orthogonal-F and with",
-        "plain addition. The difference in top-1 accuracy, in points with 95 % confidence intervals, is",
+        "plain addition. The gain of Orthogonal-F in top-1 accuracy, in points with 95 % confidence intervals, is",
         f"{differences}. In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} %",
-        f"with Orthogonal-F and {vit_b['linear'][0]} % with plain addition. For a ResNet, compare both on your data:",
-        f"the difference is {RESNET} in our one small network, on Fashion-MNIST at a learning rate that was not tuned,",
-        f"and {OF_RESNETS} over all ResNetV2s and data sets of the paper.",
+        f"with Orthogonal-F and {vit_b['linear'][0]} % with plain addition. For a ResNet, compare both on your data.",
+        f"The gain is from {OF_RESNETS} over all ResNetV2s and data sets of the paper. In our one small ResNet, on",
+        f"Fashion-MNIST at a learning rate that was not tuned, Orthogonal-F gains {RESNET}.",
         *["Do not use it in models whose branches subtract their input, such as PoolFormer."][:pooling == "confirmed"],
         f"We have not tested ViTs with {'; '.join(untested(rows))}; and fine-tuning",
         "([advice](docs/settings.md#fine-tuning-pretrained-weights)). See [all results](docs/evidence.md)."])

@@ -499,7 +499,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert (f"The pairs of {' and '.join(missed)} vary more than planned." in after) == bool(missed)
     assert "trained for 8 to 20 epochs, F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
     said = " ".join(evidence.recommendation().split())
-    assert "8 to 20 epochs) with Orthogonal-F and with plain addition. The difference in top-1 accuracy, in" in said
+    assert "8 to 20 epochs) with Orthogonal-F and with plain addition. The gain of Orthogonal-F in top-1" in said
     assert re.search(r"\[[^]]*\] on Tiny ImageNet \(\d+ seeds\), [^]]*\] on CIFAR-10 \(\d+ seeds\) and ", said)
     assert "width 384" not in said
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
