@@ -82,7 +82,7 @@ def writing(path: Path) -> Iterator[None]:
     """Raise an error of the block, which writes a file, as a LabError in one line."""
     try:
         yield
-    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+    except (OSError, RuntimeError) as error:
         # on a full disk, torch.save raises a RuntimeError while it handles the OSError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise LabError(f"{path} cannot be written ({one_line(cause)}): free disk space or correct the permissions, and "
@@ -123,13 +123,27 @@ def refuse_links(*folders: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, which replaces an existing file in one step."""
+    r"""Write a text file, which replaces an existing file in one step.
+
+    Bytes of a file name that are not UTF-8, which Python reads as surrogates, are written as in `\udce9`.
+    """
     with whole_file(path, f".{os.getpid()}") as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, which replaces an existing file in one step. NaN and infinities become null."""
-    write_text(path, json.dumps(without_nan(value), indent=1, allow_nan=False) + "\n")
+    """Write a JSON file with a line for each list or object of plain values. NaN and infinities become null."""
+    write_text(path, _json(without_nan(value)) + "\n")
+
+
+def _json(value: Any, indent: str = "") -> str:
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    inner, keys, (first, last) = indent + " ", [""] * len(value), "[]"
+    if isinstance(value, dict):
+        keys, (first, last) = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value], "{}"
+    lines = ",\n".join(f"{inner}{key}{_json(item, inner)}" for key, item in zip(keys, items, strict=True))
+    return f"{first}\n{lines}\n{indent}{last}"

@@ -19,15 +19,14 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name, without_nan
-from .. import LabError, one_line, whole_file, write_text
+from ..._text import file_name
+from .. import LabError, one_line, whole_file, write_json
 from ..folder import read_as
 from .layout import grouped
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
-COARSE = {"train_images_per_second", "train_seconds"}  # columns with four significant digits
 LARGEST = 2**28  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
@@ -40,12 +39,12 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
     Args:
         folder: Output folder. Files of an earlier version of the study are replaced.
-        study, runs, recorded: See `report.write`. Floats in the tables are rounded, see `DIGITS` and `COARSE`.
+        study, runs, recorded: See `report.write`. Floats in the tables are rounded, see `DIGITS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
     values = {"study": study, "recorded": recorded or {}, "runs": results}
-    write_text(folder / STUDY, _as_json(values))
+    write_json(folder / STUDY, values)
     for table, key in TABLES.items():
         rows = [{"run": index, **row} for index, run in enumerate(runs) for row in _flat(run.get(key) or [])]
         file = folder / f"{table}.csv.gz"
@@ -77,14 +76,6 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     return study, runs, recorded
 
 
-def _as_json(values: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each run and for each other key. NaN and infinities become null."""
-    plain = without_nan(values)
-    runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
-    head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
-    return f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n'
-
-
 # ----------------------------------------------------------------------------------------------------- tables
 def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Return rows of plain values. A probe becomes a row for each of its sites."""
@@ -104,7 +95,7 @@ def _write_table(file: Path, rows: Rows, digits: int) -> None:
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in LEFT_OUT]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_rounded(row.get(key), 4 if key in COARSE else digits) for key in columns] for row in rows)
+    writer.writerows([_rounded(row.get(key), digits) for key in columns] for row in rows)
     # without name and time in the header, equal tables give equal files
     with whole_file(file) as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
         packed.write(text.getvalue().encode("utf-8"))

@@ -51,7 +51,6 @@ begins with the answer and ends with method and terms.
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
 """
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -59,8 +58,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name, finite, without_nan
-from .. import LabError, check_names, paper, refuse_links, value_text, write_text
+from ..._text import file_name, finite
+from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from ..planning.design import read, shipped
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
@@ -75,7 +74,6 @@ _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which 
 _NOTHING = "No run is finished yet."
 _OPTIONS = {"blocks": "blocks", "width of the last block": "width", "epochs": "epochs", "learning rate": "lr",
             "batch size": "batch_size"}  # title of a row -> key of a run
-_FEW = 2  # with this number of seeds, the report warns about wide intervals
 _NAMED = 3  # maximum number of differences that a sentence of the answer names
 
 
@@ -195,7 +193,7 @@ def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any],
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    write_text(folder / "results.json", as_json(results))
+    write_json(folder / "results.json", results)
     write_text(folder / "report.md", page.markdown(title, blocks))
     write_text(folder / "report.html", page.page(title, blocks))
 
@@ -363,36 +361,21 @@ def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
     where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
         "to the baseline")
     detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
-    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(detected)
-    none = f"No difference {where} was detected" if not untested else (
-        f"Of {_count(compared, 'difference')} {where}, {len(tested)} could be tested and "
-        f"{'was not' if len(tested) == 1 else 'none was'} detected")
-    sentences = [f"{none}.", _sensitivity(tested)]
-    if detected:
+    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested)
+    if not detected:
+        sentences = [f"No difference {where} was detected.", _sensitivity(tested)]
+    else:
         named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
         among = "among them " if len(detected) > _NAMED else ""
         verb = "was" if len(detected) == 1 else "were"
         subject = f"The difference {where}" if len(compared) == 1 else (
             f"{len(detected)} of {len(compared)} differences {where}")
         sentences = [f"{subject} {verb} detected: {among}{named}.", _sensitivity(tested)]
-    if unadjusted:
-        more, one = " more" * bool(detected), unadjusted == 1
-        sentences.append(f"{unadjusted}{more} confidence {'interval excludes' if one else 'intervals exclude'} zero, "
-                         f"but {'this difference is' if one else 'these differences are'} not detected after "
-                         f"adjustment for {_adjustment(parts)}.")
-    sentences += [f"{_untested(entries)} could not be tested: {why}." for why, entries in untested.items()]
-    if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
-        sentences.append(f"With two seeds, the half-width of an interval is {reach(_FEW):.1f} standard deviations of "
-                         "the differences.")
+    if unadjusted > len(detected):
+        sentences.append(f"Without adjustment for {_adjustment(parts)}, {_count(unadjusted, 'difference')} would be "
+                         "detected.")
+    sentences += [f"{_count(entries, 'difference')} could not be tested: {why}." for why, entries in untested.items()]
     return " ".join(sentences)
-
-
-def _untested(entries: Sequence[tables.Entry]) -> str:
-    """Return the names of the differences, or their number if there are more than `_NAMED`."""
-    if len(entries) > _NAMED:
-        return _count(entries, "difference")
-    values = [f"{entry.compared()} in " if entry.difference else "" for entry in entries]
-    return "; ".join(f"{_label(entry)} ({value}{entry.title})" for entry, value in zip(entries, values, strict=True))
 
 
 def _adjustment(parts: Sequence[Part]) -> str:
@@ -438,11 +421,9 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     yield ("Pooled variance: in a group of settings that are compared with each other, a metric is modelled as a value "
            "of the setting plus a value of the seed plus an error. One error variance is estimated from all groups. "
            "Because the variance may differ between settings, p and the reading use only the paired differences.")
-    untested = sum(entry.difference is not None and entry.p is None for entry in compared)
-    without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
-    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
-           f"{without if untested else ''}A difference is detected if its adjusted p is at most 0.05. “Not detected” "
-           "is no evidence that two settings are equal.")
+    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. A "
+           "difference without interval counts as p = 1. A difference is detected if its adjusted p is at most 0.05. "
+           "“Not detected” is no evidence that two settings are equal.")
     if any(entry.effects for entry in compared):
         yield ("The paper's differences are from the paper's data sets, in points. The last column has the "
                "half-width of the paired interval, and the paper's differences that it excludes and contains.")
@@ -550,20 +531,3 @@ def _thinned(run: Run) -> Run:
     return {**run, "dynamics": [
         {key: float(f"{value:.6g}") if isinstance(value, float) and key != "step" else value
          for key, value in row.items()} for row in rows if row["step"] in kept]}
-
-
-# ------------------------------------------------------------------------------------------------------- JSON
-def as_json(value: Any) -> str:
-    """Return JSON with one line for each list or object of plain values. NaN and infinities become null."""
-    return _laid_out(without_nan(value)) + "\n"
-
-
-def _laid_out(value: Any, indent: str = "") -> str:
-    items = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
-        return json.dumps(value, ensure_ascii=False)
-    inner, keys, (first, last) = indent + " ", [""] * len(value), "[]"
-    if isinstance(value, dict):
-        keys, (first, last) = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value], "{}"
-    lines = ",\n".join(f"{inner}{key}{_laid_out(item, inner)}" for key, item in zip(keys, items, strict=True))
-    return f"{first}\n{lines}\n{indent}{last}"

@@ -3,6 +3,7 @@
 The docstrings of the estimators give the formulas. The distributions are from SciPy.
 """
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Hashable, Mapping, Optional, Sequence
@@ -143,11 +144,10 @@ def pooled_contrasts(
 ) -> list[Optional[Difference]]:
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
-    The model y_cts = treatment_ct + seed_cs + error is fitted by least squares in each cell c. All cells share the
-    error variance. Its estimate s^2 is the sum of squared residuals of all cells, divided by f, the sum of
-    (observations - rank of the design matrix X) over the cells. With the fitted coefficients b, a contrast w'b has the
-    interval w'b ± t(0.975, f) sqrt(s^2 w'(X'X)^+ w). This is the analysis of randomised blocks (Cochran and Cox,
-    "Experimental Designs", 1957, chapter 4). Cells may lack values.
+    The model y_cts = treatment_ct + seed_cs + error is fitted by least squares to the values of all cells c. With the
+    design matrix X, f = observations - rank(X) and coefficients b, the error variance s^2 is the sum of squared
+    residuals divided by f, and a contrast w'b has the interval w'b ± t(0.975, f) sqrt(s^2 w'(X'X)^+ w). This is the
+    analysis of randomised blocks (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
 
     With several cells, or with more than two treatments in a cell, f is larger than the n - 1 degrees of freedom of
     paired t. The intervals are valid only if cells share one error variance.
@@ -161,44 +161,33 @@ def pooled_contrasts(
         One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
         seed in common, or if the weights of a cell do not sum to zero.
     """
-    fits = [_fit(block) for block in blocks]
-    freedom = sum(fit[3] for fit in fits)
+    observed = [(cell, treatment, seed, value) for cell, block in enumerate(blocks)
+                for treatment, values in block.items() for seed, value in values.items()]
+    columns = {key: index for index, key in enumerate(dict.fromkeys([
+        *((cell, treatment) for cell, block in enumerate(blocks) for treatment in block),
+        *(("seed", cell, seed) for cell, _, seed, _ in observed)]))}
+    design = np.zeros((len(observed), len(columns)))
+    for row, (cell, treatment, seed, _) in enumerate(observed):
+        design[row, [columns[cell, treatment], columns["seed", cell, seed]]] = 1.0
+    y = np.array([value for *_, value in observed])
+    freedom = len(y) - int(np.linalg.matrix_rank(design)) if len(y) else 0
     if not freedom:
         return [None] * len(contrasts)
-    variance = sum(fit[2] for fit in fits) / freedom
-    scale = max(abs(value) for block in blocks for values in block.values() for value in values.values())
+    inverse = np.linalg.pinv(design.T @ design, rcond=1e-9, hermitian=True)
+    coefficients = inverse @ design.T @ y
+    variance = float(np.sum((y - design @ coefficients) ** 2)) / freedom
     differences: list[Optional[Difference]] = []
     for weights in contrasts:
-        mean, leverage, seeds = 0.0, 0.0, []
-        for cell in sorted({cell for cell, _ in weights}):
-            coefficients, inverse, _, _, columns = fits[cell]
-            mine = {treatment: weight for (of, treatment), weight in weights.items() if of == cell}
-            contrast = np.zeros(len(coefficients))
-            for treatment, weight in mine.items():
-                contrast[columns[treatment]] = weight
-            balanced = math.isclose(sum(mine.values()), 0.0, abs_tol=1e-9)
-            seeds.append(len(set.intersection(*(set(blocks[cell][treatment]) for treatment in mine))) * balanced)
-            mean += float(contrast @ coefficients)
-            leverage += float(contrast @ inverse @ contrast)
-        error = math.sqrt(variance * leverage)
-        differences.append(student_interval(mean, error, freedom, min(seeds), scale, level) if min(seeds) else None)
+        w, by_cell = np.zeros(len(columns)), defaultdict(dict)
+        for (cell, treatment), weight in weights.items():
+            w[columns[cell, treatment]] = by_cell[cell][treatment] = weight
+        pairs = min(len(set.intersection(*(set(blocks[cell][treatment]) for treatment in of_cell)))
+                    for cell, of_cell in by_cell.items())
+        balanced = all(math.isclose(sum(of_cell.values()), 0.0, abs_tol=1e-9) for of_cell in by_cell.values())
+        error = math.sqrt(variance * float(w @ inverse @ w))
+        differences.append(student_interval(float(w @ coefficients), error, freedom, pairs, float(np.abs(y).max()),
+                                            level) if pairs and balanced else None)
     return differences
-
-
-def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashable, int]]:
-    """Return coefficients, (X'X)^+, sum of squared residuals, degrees of freedom, and each treatment's column."""
-    seeds = sorted({seed for values in block.values() for seed in values})
-    columns = {treatment: index for index, treatment in enumerate(block)}
-    rows = [(columns[treatment], len(columns) + seeds.index(seed), value)
-            for treatment, values in block.items() for seed, value in values.items()]
-    design = np.zeros((len(rows), len(columns) + len(seeds)))
-    for row, (treatment, seed, _) in enumerate(rows):
-        design[row, [treatment, seed]] = 1.0
-    observed = np.array([value for *_, value in rows])
-    inverse = np.linalg.pinv(design.T @ design, hermitian=True)
-    coefficients = inverse @ design.T @ observed
-    freedom = len(rows) - int(np.linalg.matrix_rank(design)) if rows else 0
-    return coefficients, inverse, float(np.sum((observed - design @ coefficients) ** 2)), freedom, columns
 
 
 def reading(difference: Optional[Difference]) -> str:
