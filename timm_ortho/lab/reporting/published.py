@@ -63,16 +63,14 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     def values_of(text: str) -> tuple:
         values = json.loads(text)
-        return values["study"], values["runs"], values["recorded"]
+        return dict(values["study"]), list(map(dict, values["runs"])), values["recorded"]
 
     study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     if study.get("kind", "training") == "training":
         for table, key in TABLES.items():
-            file = folder / f"{table}.csv.gz"
-            by_run = grouped(_read_table(file) if file.is_file() else (), lambda row: row.pop("run"))
+            by_run = _read_table(folder / f"{table}.csv.gz")
             for number, run in enumerate(runs):
-                rows = by_run.get(number, [])
-                run[key] = _probes(rows) if table == "probe" else rows
+                run[key] = by_run.get(number, [])
     return study, runs, recorded
 
 
@@ -82,12 +80,6 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for row in rows:
         rest = {key: value for key, value in row.items() if key != "sites"}
         yield from ({**rest, **site} for site in row["sites"]) if "sites" in row else [rest]
-
-
-def _probes(rows: Rows) -> Rows:
-    """Collect the sites of each probe of a run in one list."""
-    by_epoch = grouped(rows, lambda row: row.pop("epochs_done"))
-    return [{"epochs_done": epochs, "sites": sites} for epochs, sites in by_epoch.items()]
 
 
 def _write_table(file: Path, rows: Rows, digits: int) -> None:
@@ -105,16 +97,24 @@ def _rounded(value: Any, digits: int) -> Any:
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def _read_table(file: Path) -> Iterator[dict[str, Any]]:
+def _read_table(file: Path) -> dict[int, Rows]:
+    """Return the rows of each run, {} if the file does not exist. The sites of a probe are collected in one list."""
+    if not file.is_file():
+        return {}
     try:
         with gzip.open(file) as packed:
             table = packed.read(LARGEST + 1)
-    except (OSError, EOFError, zlib.error) as error:
+        if len(table) > LARGEST:  # a small file may contain gigabytes of zeros
+            raise ValueError(f"it unpacks to more than {LARGEST:,} bytes")
+        lines = csv.DictReader(io.StringIO(table.decode("utf-8"), newline=""))
+        rows = [{key: _parsed(text) for key, text in line.items()} for line in lines]
+        by_run = grouped(rows, lambda row: row.pop("run"))
+        if file.name == "probe.csv.gz":
+            by_run = {run: [{"epochs_done": epochs, "sites": sites} for epochs, sites in grouped(
+                rows, lambda row: row.pop("epochs_done")).items()] for run, rows in by_run.items()}
+        return by_run
+    except (OSError, EOFError, zlib.error, csv.Error, ValueError, KeyError, TypeError) as error:
         raise LabError(f"{file} cannot be read ({one_line(error)})") from None
-    if len(table) > LARGEST:  # a small file may contain gigabytes of zeros
-        raise LabError(f"{file} unpacks to more than {LARGEST:,} bytes, so it is not a table of a study")
-    for row in csv.DictReader(io.StringIO(table.decode("utf-8"), newline="")):
-        yield {key: _parsed(text) for key, text in row.items()}
 
 
 def _parsed(text: str) -> Any:
