@@ -148,10 +148,10 @@ def accepted(recipes: Mapping[str, Chosen]) -> bool:
 
 def main(folders: Sequence[Path]) -> int:
     parts = collect(folders).values()
-    missing = [name for _, _, unfinished in parts for name in unfinished]
+    missing = [name for part in parts for name in part.unfinished]
     if missing:
         print(f"not finished: {', '.join(missing)}", file=sys.stderr)
-    runs = [run for _, of, _ in parts for run in of]
+    runs = [run for part in parts for run in part.runs]
     if "recipe" not in runs[0]["cell"]:
         for connection, of in means_of(runs).items():
             means = ", ".join(f"{mean:.2f} % at {rate:g}" for rate, mean in of.items())

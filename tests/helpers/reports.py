@@ -3,7 +3,14 @@ import json
 import re
 from xml.etree import ElementTree
 
-from timm_ortho.lab.commands import rewrite
+from timm_ortho.lab.commands import report_on
+
+
+def rewrite(values, folder):
+    """Write the report of the content of a results.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(values), encoding="utf-8")
+    return report_on([folder / "results.json"])
 
 
 def write(study, runs, unfinished, folder):

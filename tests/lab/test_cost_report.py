@@ -2,11 +2,10 @@
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of
-from helpers.reports import side_by_side, tables_of, texts, write
+from helpers.reports import rewrite, side_by_side, tables_of, texts, write
 
 from timm_ortho import bench, cli
 from timm_ortho.lab import LabError
-from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.costs import cost_report, measure
 from timm_ortho.lab.planning import design
 

@@ -215,14 +215,14 @@ def test_results_that_are_damaged_or_foreign(tmp_path, capsys, name, content, re
 def test_a_report_that_cannot_be_written_is_a_one_line_error(tmp_path):
     (tmp_path / "results.json").mkdir()
     with pytest.raises(LabError, match=r"results.json cannot be written \(Is a directory\): free disk space"):
-        report.write([(study_of("accuracy", axes={}), [], [])], tmp_path)
+        report.write([report.Part.of(study_of("accuracy", axes={}), [], [])], tmp_path)
 
 
 def test_names_of_classes_that_are_not_utf8(tmp_path):
     """Python reads the byte 0xe9 in the name of a class folder as a surrogate, which UTF-8 cannot encode."""
     labels = [os.fsdecode(b"caf\xe9"), "thé"]
     runs = [{**run_of("linear", 0, epochs=1), "labels": labels}]
-    report.write([(study_of("accuracy", axes={}), runs, [])], tmp_path)
+    report.write([report.Part.of(study_of("accuracy", axes={}), runs, [])], tmp_path)
     text = (tmp_path / "results.json").read_text(encoding="utf-8")
     assert '"labels": ["caf\\udce9", "thé"]' in text
     assert json.loads(text)["runs"][0]["labels"] == labels

@@ -49,8 +49,8 @@ def tiny(tmp_path_factory):
 
 
 def finished(output):
-    (_, runs, unfinished), = collect.collect([output]).values()
-    return [(item["cell"], item["connection"], item["seed"]) for item in runs], unfinished
+    part, = collect.collect([output]).values()
+    return [(item["cell"], item["connection"], item["seed"]) for item in part.runs], part.unfinished
 
 
 @pytest.mark.slow
@@ -94,14 +94,14 @@ def test_finished_runs_are_not_started_again(tiny, monkeypatch, capsys):
 
 def test_collected_results(tiny):
     _, output = tiny
-    (about, runs, unfinished), = collect.collect([output]).values()
-    assert (unfinished, about["axes"], about["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
-    assert [(item["cell"]["lr"], item["connection"]) for item in runs] == [
+    part, = collect.collect([output]).values()
+    assert (part.unfinished, part.study["axes"], part.study["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
+    assert [(item["cell"]["lr"], item["connection"]) for item in part.runs] == [
         (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]
-    for item in runs:
+    for item in part.runs:
         assert [len(item[key]) for key in ("history", "probe", "dynamics")] == [2, 3, 4 * 4]
         assert item["dataset"] == "digits"
-    ckas = [item["representation"]["linear_cka"] for item in runs]
+    ckas = [item["representation"]["linear_cka"] for item in part.runs]
     assert (ckas[0], ckas[2]) == (None, None)  # baselines have no CKA
     assert 0.0 < ckas[1] < 1.0
     assert ckas[1] == pytest.approx(features.representation.linear_cka(*(

@@ -149,7 +149,7 @@ def test_special_characters(tmp_path):
 
 
 def test_several_studies_in_one_report(tmp_path):
-    parts = [(study_of(name, dataset=data), runs_of(name), unfinished) for name, data, unfinished in (
+    parts = [report.Part.of(study_of(name, dataset=data), runs_of(name), unfinished) for name, data, unfinished in (
         ("switch_kept", "digits", ["x-seed0"]), ("switch_kept", "torch/cifar10", []))]
     text = report.write(parts, tmp_path / "one")
     told, markdown = texts(tmp_path / "one")

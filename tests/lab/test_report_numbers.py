@@ -139,7 +139,7 @@ def test_many_untested_differences_are_counted(tmp_path):
 
 
 def test_each_study_is_adjusted_by_itself(tmp_path):
-    report.write([(*accuracy(BOTH), []), (*accuracy(BOTH), [])], tmp_path)
+    report.write([report.Part.of(*accuracy(BOTH), []) for _ in range(2)], tmp_path)
     assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
 
 

@@ -67,11 +67,11 @@ def two_by_two(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_connections_and_two_seeds(two_by_two):
-    (about, runs, unfinished), = collect.collect([two_by_two]).values()
-    assert unfinished == []
-    assert [(item["connection"], item["seed"], item["top1"]) for item in runs] == [
+    part, = collect.collect([two_by_two]).values()
+    assert part.unfinished == []
+    assert [(item["connection"], item["seed"], item["top1"]) for item in part.runs] == [
         ("linear", 0, 20), ("feature", 0, 20), ("linear", 1, 21), ("feature", 1, 21)]
-    for item in runs:
+    for item in part.runs:
         assert (item["trainer"], item["epochs"], item["model"]) == ("train.py", 2, "vit_small_ortho")
         assert not item.keys() & {*TIMED}  # train.py does not measure them, and reports leave their columns out
         assert [(row["epoch"], row["eval_top1"]) for row in item["history"]] == [
@@ -79,7 +79,7 @@ def test_two_connections_and_two_seeds(two_by_two):
         args = state(two_by_two / f"{item['connection']}-seed{item['seed']}")["args"]
         assert args.model_kwargs == {**SMALL["model_kwargs"], "img_size": 16, "connection": item["connection"]}
         assert (args.seed, args.device_modules, args.epochs) == (item["seed"], ["timm_ortho"], 2)
-    assert about["seeds"] == [0, 1]
+    assert part.study["seeds"] == [0, 1]
 
 
 @pytest.mark.slow
@@ -123,11 +123,11 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     """
     hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
                       amp_dtype="float16", resume="last.pth.tar", num_classes=None, in_chans=None)
-    (about, runs, left), = collect.collect([unfinished, hand]).values()
-    assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
-    assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
+    part, = collect.collect([unfinished, hand]).values()
+    assert (part.study["seeds"], part.unfinished) == ([0, 7], ["feature-seed0"])
+    assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in part.runs] == [
         ("linear", 0, 20, "train.py"), ("feature", 7, 41, "train.py")]
-    monkeypatch.setattr(study.report, "write", lambda parts, to: f"{len(parts[0][1])} runs in {to.name}")
+    monkeypatch.setattr(study.report, "write", lambda parts, to: f"{len(parts[0].runs)} runs in {to.name}")
     assert cli.main(["study", "report", str(unfinished), str(hand), "--output", str(tmp_path / "report")]) == 0
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 
@@ -149,8 +149,8 @@ def test_epochs_without_validation(unfinished, tmp_path):
     (folder / "result.json").unlink()
     assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
     assert [by_its_script(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
-    (_, runs, _), = collect.collect([unfinished, hand]).values()
-    assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
+    part, = collect.collect([unfinished, hand]).values()
+    assert [(item["epochs"], len(item["history"])) for item in part.runs] == [(2, 1), (2, 1)]
 
 
 def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):

@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 
 import pytest
 from helpers.made_up_runs import ROWS, runs_of, study_of
+from helpers.reports import rewrite
 
 from scripts import publish
 from scripts.pages import __main__ as pages, commits, studies
-from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.runs.provenance import PRIVATE
 

@@ -19,6 +19,7 @@ from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
 from .reporting import card_file, report
 from .reporting.collect import collect, status
+from .reporting.report import Part
 from .running import launcher
 from .running.launcher import Slurm
 from .running.loop import build_model
@@ -189,24 +190,22 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
         refuse_links(*(folder / point["run"] for folder in own for point in read(folder)["places"]))
         text = _report(list(parts.values()), output)
         for folder in own:
-            card_file.write(folder, *parts[folder][:2])
+            card_file.write(folder, parts[folder])
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text
 
 
-def rewrite(results: Mapping[str, Any], folder: Path) -> str:
-    """Write a report again from the contents of its `results.json`, and return its main table as text."""
-    return _report(_parts(results), folder)
-
-
-def _parts(results: Mapping[str, Any]) -> list[tuple]:
-    return [(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
+def _parts(results: Mapping[str, Any]) -> list[Part]:
+    return [Part.of(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
             for part in results.get("parts", [results])]
 
 
-def _report(parts: Sequence[tuple], folder: Path) -> str:
-    costs = [study["name"] for study, *_ in parts if study.get("kind", "training") != "training"]
-    if costs and len(parts) > 1:
-        raise LabError(f"the table of costs '{costs[0]}' cannot be in a report of several studies: report it alone")
-    return cost_report.write(*parts[0][:2], folder) if costs else report.write(parts, folder)
+def _report(parts: Sequence[Part], folder: Path) -> str:
+    costs = [part for part in parts if part.study.get("kind", "training") != "training"]
+    if not costs:
+        return report.write(parts, folder)
+    if len(parts) > 1:
+        raise LabError(f"the table of costs '{costs[0].study['name']}' cannot be in a report of several studies: "
+                       "report it alone")
+    return cost_report.write(costs[0].study, costs[0].runs, folder)

@@ -1,27 +1,21 @@
 """Write the numbers of a study into the `card.json` of its runs, from which `timm-ortho push` makes model cards."""
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from ..._text import finite
 from ..folder import RESULT, RunPlan
 from ..planning.design import COMPARISON
 from ..planning.plan import read
 from . import tables
-from .layout import Run
 from .report import Part
 
 
-def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Write the `card.json` of each finished run in the output folder of a study.
-
-    Args:
-        folder: The output folder.
-        study, runs: See `report.write`.
-    """
-    compared = comparison(Part.of(study, runs, [], {}))
-    split = (study.get("data") or {}).get("validation_split")
+def write(folder: Path, part: Part) -> None:
+    """Write the `card.json` of each finished run in the output folder of a study."""
+    compared = comparison(part)
+    split = (part.study.get("data") or {}).get("validation_split")
     for name, cell in {cell["run"]: cell for cell in read(folder)["places"]}.items():
-        of_cell = {run["seed"]: run for run in runs
+        of_cell = {run["seed"]: run for run in part.runs
                    if (run["cell"], run["connection"]) == (cell["cell"], cell["connection"])}
         run = of_cell.get(cell["seed"])
         if run is not None and (folder / name / RESULT).is_file():  # otherwise a run by hand, in another folder

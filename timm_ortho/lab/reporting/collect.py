@@ -12,15 +12,14 @@ from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from ..train_options import options_with
 from . import published
+from .report import Part
 
 # Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`
 _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused") | {
     "seed", "batch_size", "grad_accum_steps", "num_classes", "in_chans", "device_modules", "data", "resume"}
 
-Collected = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
-
-def collect(folders: Sequence[Path]) -> dict[Path, Collected]:
+def collect(folders: Sequence[Path]) -> dict[Path, Part]:
     """Return the studies and their runs, by the folder of the study.
 
     Args:
@@ -32,14 +31,17 @@ def collect(folders: Sequence[Path]) -> dict[Path, Collected]:
         LabError: A folder is not one of these kinds or lacks metrics, no study plans a run with the settings of a
             user's run, or two runs have the same cell, connection and seed.
     """
-    finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
-    parts = {folder: (study, runs, [], recorded)
-             for folder, (study, runs, recorded) in zip(finished, map(published.read, finished), strict=True)}
-    rest = [folder for folder in folders if folder not in finished]
+    parts, rest = {}, []
+    for folder in folders:
+        if (folder / published.STUDY).is_file():
+            study, runs, recorded = published.read(folder)
+            parts[folder] = Part.of(study, runs, [], recorded)
+        else:
+            rest.append(folder)
     return {**parts, **_of_outputs(rest)} if rest else parts
 
 
-def _of_outputs(folders: Sequence[Path]) -> dict[Path, Collected]:
+def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
     plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises a LabError
@@ -52,10 +54,10 @@ def _of_outputs(folders: Sequence[Path]) -> dict[Path, Collected]:
                            f"'{study['name']}': leave one of the two out, or train it with another --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
-    return {folder: part for (folder, _), part in zip(plans, parts, strict=True)}
+    return {folder: Part.of(*part) for (folder, _), part in zip(plans, parts, strict=True)}
 
 
-def _of_study(folder: Path, values: Mapping[str, Any]) -> Collected:
+def _of_study(folder: Path, values: Mapping[str, Any]) -> tuple[dict, list[dict], list[str]]:
     study = dict(values["study"])
     runs, folders, unfinished = [], [], []
     for point in values["places"]:

@@ -39,7 +39,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
     Args:
         folder: Output folder. Files of an earlier version of the study are replaced.
-        study, runs, recorded: See `report.write`. Floats in the tables are rounded, see `DIGITS`.
+        study, runs, recorded: See `report.Part.of`. Floats in the tables are rounded, see `DIGITS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]

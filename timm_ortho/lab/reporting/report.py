@@ -1,6 +1,6 @@
 """Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and `results.json`.
 
-A report depends only on the arguments of `write`. `results.json` contains them, with fewer recorded steps and a summary
+A report depends only on its parts, see `Part.of`. `results.json` contains them, with fewer recorded steps and a summary
 of all recorded steps, so the report can be rewritten. Statistics are in `statistics`, tables in `tables`, plots in
 `plots`, and their rendering in `page`. A study's `layout` lists its tables and plots. If a run is finished, the page
 begins with the answer and ends with method and terms.
@@ -12,7 +12,7 @@ begins with the answer and ends with method and terms.
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
         "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run. All other
-                                            # values and the seed are equal; default {"connection": "linear"}.
+                                            # values and the seed are equal.
                                             # `tables.baseline_of` returns the baseline of a run's group
         "changed": ["epochs: 15 here; 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
@@ -88,8 +88,12 @@ class Part:
 
     @classmethod
     def of(cls, study: Mapping, runs: Sequence[Run], unfinished: Sequence[str], recorded: Optional[Mapping] = None):
-        """Add defaults to a study's description, and keep at most `_STEPS` recorded steps of each run."""
-        study = {"baseline": {"connection": "linear"}, "axes": {}, "paper": "", "scale": "", "changed": [], **study}
+        """Keep at most `_STEPS` recorded steps of each run.
+
+        Args:
+            study, runs, unfinished: See the docstring of the module.
+            recorded: The summary of all recorded steps, if the runs are already thinned. By default, it is computed.
+        """
         recorded = _recorded(runs) if recorded is None else recorded
         return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
 
@@ -167,18 +171,12 @@ def title_of(study: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- writing
-def write(studies: Sequence[tuple], folder: Path) -> str:
+def write(parts: Sequence[Part], folder: Path) -> str:
     """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return table and answer as text.
 
     A report of several studies or data sets has a section for each, and a plot of all differences in top-1.
 
-    Args:
-        studies: `study`, `runs`, `unfinished` (see above) and optionally `recorded` for each study. `recorded` is the
-            summary of all recorded steps from an earlier `results.json`, whose own runs have at most `_STEPS` recorded
-            steps. By default, it is computed from the runs.
-        folder: Output folder.
     """
-    parts = [Part.of(*study) for study in studies]
     single = len(parts) == 1
     title = parts[0].title if single else f"{len(parts)} studies"
     results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
