@@ -4,7 +4,7 @@ import pytest
 from timm_ortho import cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.planning import recipe
-from timm_ortho.lab.planning.trainers import check_options
+from timm_ortho.lab.planning.trainers import check_loop_options
 from timm_ortho.lab.train_options import DEFAULTS, known_options
 
 
@@ -81,13 +81,13 @@ def test_every_option_of_timm_is_handled():
         options = recipe.resolve({key: value})
         assert vars(options)[key] == value
         if "lab" in option:
-            check_options(options)
+            check_loop_options(options)
         else:
             with pytest.raises(LabError, match=f"train.py has '{key}', but the lab's own loop does not: remove the"):
-                check_options(options)
+                check_loop_options(options)
 
 
 def test_timms_own_args_are_a_recipe():
     options = recipe.resolve({key: option["default"] for key, option in known_options().items()})
     assert options.opt == "sgd"
-    check_options(options)
+    check_loop_options(options)

@@ -104,16 +104,3 @@ def test_null_counts_as_nan():
     linear, orthogonal = [5.0] * 35, [None] * 4 + [14.0] * 31
     point, = transition_points([rows({(0, "mlp"): linear})], [rows({(0, "mlp"): orthogonal})])
     assert point["step"] == 200
-
-
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: transition_point(np.ones((3, 4)), np.ones((2, 4))),
-     r"traces of both connections must have the same shape \[seeds, steps\], got \[3, 4\] and \[2, 4\]"),
-    (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(1, "mlp"): [1]})]),
-     "no step was recorded by all runs for mlp of block 0"),
-    (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),
-     "the rows have no column 'norm', only step, layer, kind, stream, cosine"),
-])
-def test_errors_of_a_transition(call, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        call()

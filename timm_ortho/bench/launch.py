@@ -19,9 +19,6 @@ SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4
 def launch_groups(options: Namespace) -> list[Group]:
     """Return one group for each step on the tiny tensors, then one for each batch size and step of the small model.
 
-    Args:
-        options: Options from :func:`timm_ortho.bench.resolve`.
-
     >>> from timm_ortho.bench import resolve
     >>> [group.labels["shape"] for group in launch_groups(resolve(dict(device="cpu", what=["launch"])))][::2]
     ['1x1x32', '1x3x32x32', '32x3x32x32']

@@ -24,9 +24,6 @@ def model_groups(options: Namespace) -> list[Group]:
 
     In the mode `compiled`, the whole model is under torch.compile.
 
-    Args:
-        options: Options from :func:`timm_ortho.bench.resolve`.
-
     >>> from timm_ortho.bench import resolve
     >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], compile=False)))
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]

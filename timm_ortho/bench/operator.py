@@ -50,9 +50,6 @@ PASTED = {"appendix": appendix_update, "shortest": shortest_update}
 def operator_groups(options: Namespace) -> list[Group]:
     """Return one group for each shape, layout, precision, scope and step of the operator.
 
-    Args:
-        options: Options from :func:`timm_ortho.bench.resolve`.
-
     >>> from timm_ortho.bench import resolve
     >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"], scopes=["feature"]))
     >>> [group.labels["step"] for group in operator_groups(options)]

@@ -100,7 +100,8 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    options.modes = _modes(requested.get("modes") or (MODES if options.compile else MODES[:1]))
+    options.modes = requested.get("modes") or (MODES if options.compile else MODES[:1])
+    _check_known("mode", options.modes, MODES)
     options.shapes = [_shape(text) for text in options.shapes]
     short = SHORT if quick and "models" not in requested else {}
     options.models = [
@@ -110,14 +111,6 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
                                     overrides="batch_size" in requested)]
     return options
-
-
-def _modes(names: Sequence[str]) -> Sequence[str]:
-    if "inductor" in names:
-        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
-                         "compiled), or choose 'torch' or 'auto'")
-    _check_known("mode", names, MODES)
-    return names
 
 
 def _batches(models: Iterable[str], default: int, overrides: bool) -> list[tuple[str, int]]:

@@ -382,13 +382,8 @@ def _decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
 
-    Args:
-        options: timm's options.
-        source: The opened data set.
-        data_config: The result of timm's `resolve_data_config`.
-        device: The device.
-        split: `train`, or `validation`, whose images get timm's transform for evaluation.
-        size: The height and width of the images. Training images that differ in size get the model's size instead.
+    Training images get the height and width `size` or, if they differ in size, those of the model. Validation images
+    get timm's transform for evaluation.
     """
     key = split, tuple(size), str(device)
     if key not in source.decoded:

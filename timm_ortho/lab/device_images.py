@@ -160,13 +160,8 @@ def loaders(
 ) -> tuple[DeviceLoader, DeviceLoader]:
     """Return the loaders of training and validation images that are stored on the device.
 
-    Args:
-        options: timm's options.
-        source: The opened data set.
-        data_config: The result of timm's `resolve_data_config`.
-        device: The device.
-        decoded: A function of `train` or `validation` and a size, which returns all images of a split.
-        mixing: Arguments of timm's `Mixup`, None if images are not mixed.
+    `decoded` returns all images of a split, `train` or `validation`, of a size. `mixing` has the arguments of timm's
+    `Mixup`, or is None.
     """
     size = data_config["input_size"][1:]
     normalise = _Normalise(data_config["mean"], data_config["std"], device)
@@ -193,15 +188,7 @@ class _Normalise:
 
 # ---------------------------------------------------------------------------------------- the augmentation
 class Augment:
-    """Augment a batch of stored images. See the module's docstring for the order.
-
-    Args:
-        options: timm's options and those of images on the device.
-        size: Height and width of the augmented images.
-        normalise: The normalisation.
-        mixing: Arguments of timm's `Mixup`, None if images are not mixed.
-        device: The device of the images.
-    """
+    """Augment a batch of stored images to a size, in the order of the module's docstring."""
 
     def __init__(
             self, options: Namespace, size: Sequence[int], normalise: Callable, mixing: Optional[Mapping[str, Any]],

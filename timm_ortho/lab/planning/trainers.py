@@ -46,7 +46,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
     if request.gpus or request.nodes > 1:
         raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
     for variant in variants:
-        check_options(variant.options)
+        check_loop_options(variant.options)
     ignored = dict.fromkeys(key for variant in variants for key in sorted(options_with("lab", "unused"))
                             if getattr(variant.options, key) != defaults()[key])
     if ignored:
@@ -63,7 +63,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
     return source, sizes, []
 
 
-def check_options(options: Namespace) -> None:
+def check_loop_options(options: Namespace) -> None:
     """Raise a LabError if the lab's loop lacks the schedule, or an option whose value is not the default."""
     missing = [f"'{key}'" for key, value in vars(options).items()
                if key not in options_with("lab", "used", "unused") and not recipe.is_unset(key, value)]

@@ -106,7 +106,7 @@ class Layout:
     protocol: str = "The values are from the last epoch."
     plots: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
-    generic: bool = False  # whether the study sets neither `rows` nor `columns`
+    generic: bool = False  # whether the study has no table of a paper, and sets neither `rows` nor `columns`
 
     @property
     def images(self) -> str:

@@ -373,8 +373,7 @@ def _look(layer: int, last: int) -> dict[str, Any]:
 _SOURCES = {"stream": " (the paper's Figure 3)", "cosine": " (the paper's Figures 3 and 12)",
             "parallel": " (the paper's Figures 3 and 10)", "orthogonal": " (the paper's Figures 10 and 12)",
             "s": " (the paper's Appendix D)", "s_added": ""}
-_TRANSITION = ("A dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
-               "differ clearly at three quarters or more of the recorded steps.")
+_TRANSITION = "A dotted line marks the transition point."
 _COEFFICIENTS = {  # sentences about plots without transition points
     "s": "s = <x, f> / (|x|² + ε) is the signed coefficient of the parallel component s x of the branch output f.",
     "s_added": "The connection returns y and so adds y − x to the stream x. s of y − x is <x, y − x> / (|x|² + ε). For "

@@ -146,7 +146,7 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         raise LabError(f"report must be a mapping, not {keys!r}")
     keys = keys or {}
     check_names(keys, set(Layout.__dataclass_fields__) - {"study", "generic"}, "report")
-    generic = not keys.keys() & {"rows", "columns"}
+    generic = not study["paper"] and not keys.keys() & {"rows", "columns"}
     layout = Layout(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})
     for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
                        ("labels", dimensions), ("measures", MEASURES), ("tables", tables.EXTRAS)):
@@ -265,9 +265,9 @@ def origin(study: Mapping[str, Any], properties: Mapping[str, str]) -> Iterator[
 
 def _results(part: Part) -> Iterator[Block]:
     layout, entries = part.layout, part.entries
-    own = layout.generic and not part.study["paper"]
-    yield Grid(tables.overview(part.runs, entries, layout) if own else tables.main_table(entries, layout), "the table")
-    medians = ", and medians of speed and memory" if own else ""
+    table = tables.overview(part.runs, entries, layout) if layout.generic else tables.main_table(entries, layout)
+    yield Grid(table, "the table")
+    medians = ", and medians of speed and memory" if layout.generic else ""
     yield Text(note(part.study, f"The table has means ± standard deviations over the seeds{medians}. The metrics are "
                                 f"measured on the {layout.images} images.",
                     layout.protocol.format(images=layout.images)))
@@ -489,7 +489,7 @@ def _text(parts: Sequence[Part], folder: Path) -> str:
 def _short(part: Part) -> str:
     if not part.runs:
         return _NOTHING
-    if part.layout.generic and not part.study["paper"]:
+    if part.layout.generic:
         return page.text_table(tables.overview(part.runs, part.entries, part.layout))
     return page.text_table(tables.printed(part.entries, part.layout))
 

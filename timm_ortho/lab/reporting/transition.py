@@ -33,17 +33,10 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
         linear: Traces of shape ``[seeds, steps]``. NaN, from a diverged run, counts as not apart.
         orthogonal: Traces of the same seeds in the same order.
 
-    Raises:
-        ValueError: The shapes differ, or are not two-dimensional.
-
     >>> transition_point([[1, 1, 1, 1, 1, 1]], [[1, 1, 2, 3, 4, 5]])
     2
     """
     linear, orthogonal = np.asarray(linear, dtype=float), np.asarray(orthogonal, dtype=float)
-    if linear.ndim != 2 or linear.shape != orthogonal.shape:
-        raise ValueError(
-            "traces of both connections must have the same shape [seeds, steps], got "
-            f"{list(linear.shape)} and {list(orthogonal.shape)}")
     means = np.stack([linear.mean(0), orthogonal.mean(0)])
     finite = means[np.isfinite(means)]
     apart = np.abs(means[1] - means[0]) > VISIBLE * (np.ptp(finite) if finite.size else math.nan)
@@ -64,17 +57,12 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
         linear: For each seed, the rows that :func:`timm_ortho.record` wrote in the linear run.
         orthogonal: The rows of the orthogonal runs, for the same seeds in the same order.
         measure: A column of the rows. The paper uses ``stream`` and ``cosine``.
-
-    Raises:
-        ValueError: The runs have different sites, the column is missing, or no step was recorded by all runs.
     """
     runs = [[_traces(rows, measure) for rows in runs] for runs in (linear, orthogonal)]
     points = []
     for layer, kind in dict.fromkeys(site for connection in runs for run in connection for site in run):
-        traces = [[run.get((layer, kind), {}) for run in connection] for connection in runs]
+        traces = [[run[layer, kind] for run in connection] for connection in runs]
         steps = sorted(set.intersection(*(set(trace) for connection in traces for trace in connection)))
-        if not steps:
-            raise ValueError(f"no step was recorded by all runs for {kind} of block {layer}")
         point = transition_point(*([[trace[step] for step in steps] for trace in seeds] for seeds in traces))
         step = None if point is None else steps[point]
         points.append({"layer": layer, "kind": kind, "measure": measure, "step": step})
@@ -85,8 +73,6 @@ def _traces(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, float]]
     """Return the values of each site by step. JSON files have null for NaN and infinities; null is read as NaN."""
     traces: dict = {}
     for row in rows:
-        if measure not in row:
-            raise ValueError(f"the rows have no column {measure!r}, only {', '.join(row)}")
         value = math.nan if row[measure] is None else row[measure]
         traces.setdefault((row["layer"], row["kind"]), {})[row["step"]] = value
     return traces

@@ -132,11 +132,7 @@ class Training:
                 recorder.close()
 
     def _recorder(self, first: int) -> Any:
-        """Return the recorder of the connections, or None if the plan records nothing.
-
-        Args:
-            first: Number of finished epochs of the run. The recorder continues to count steps from there.
-        """
+        """Return a recorder that counts steps from epoch `first` on, or None if the plan records nothing."""
         if self.plan.record is None:
             return None
         recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
