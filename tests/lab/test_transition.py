@@ -104,3 +104,10 @@ def test_null_counts_as_nan():
     linear, orthogonal = [5.0] * 35, [None] * 4 + [14.0] * 31
     point, = transition_points([rows({(0, "mlp"): linear})], [rows({(0, "mlp"): orthogonal})])
     assert point["step"] == 200
+
+
+def test_runs_without_a_common_step_have_no_transition():
+    """A user's own run of train.py may record other steps than the study's runs, or none of a site."""
+    late = [{**row, "step": row["step"] + 1} for row in rows({(0, "mlp"): [1.0, 2.0]})]
+    for linear, other in (([rows({(0, "mlp"): [1.0, 2.0]})], [late]), ([late] * 2, [rows({(1, "mlp"): [1.0]})] * 2)):
+        assert {point["step"] for point in transition_points(linear, other)} == {None}

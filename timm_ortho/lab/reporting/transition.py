@@ -61,7 +61,7 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
     runs = [[_traces(rows, measure) for rows in runs] for runs in (linear, orthogonal)]
     points = []
     for layer, kind in dict.fromkeys(site for connection in runs for run in connection for site in run):
-        traces = [[run[layer, kind] for run in connection] for connection in runs]
+        traces = [[run.get((layer, kind), {}) for run in connection] for connection in runs]
         steps = sorted(set.intersection(*(set(trace) for connection in traces for trace in connection)))
         point = transition_point(*([[trace[step] for step in steps] for trace in seeds] for seeds in traces))
         step = None if point is None else steps[point]
