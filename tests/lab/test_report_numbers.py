@@ -129,15 +129,6 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     assert "adjusted for 2 comparisons." in texts(tmp_path)[0]  # without Hybrid
 
 
-def test_many_untested_differences_are_counted(tmp_path):
-    runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
-            for index in range(5) for connection in ("linear", "feature")
-            for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, 1.0, 1.0))]
-    study = study_of("mine", paper="", table="", axes={"index": list(range(5))}, report={"measures": ["top1"]})
-    write(study, runs, [], tmp_path)
-    assert "4 differences could not be tested: all 3 pairs have the same difference." in results(tmp_path)["lead"]
-
-
 def test_each_study_is_adjusted_by_itself(tmp_path):
     report.write([report.Part.of(*accuracy(BOTH), []) for _ in range(2)], tmp_path)
     assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
