@@ -456,7 +456,8 @@ def part_two(tmp_path, monkeypatch):
                 "parameters": 1, "device": "cpu",
                 "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
         study = {"name": name, "title": name, "kind": "training", "dataset": data, "connections": ["linear", "feature"],
-                 "axes": dict(result.grid), "seeds": list(range(result.seeds))}
+                 "axes": dict(result.grid), "seeds": list(range(result.seeds)), "baseline": result.baseline,
+                 "paper": "", "scale": "small", "changed": []}
         published.write(studies / f"{name}-{data}-small", study, made)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     forget_values()
