@@ -5,6 +5,7 @@ import pytest
 from helpers.tiny_study import STUDY, planned, request, written
 
 from scripts.checks import rates
+from timm_ortho.lab.reporting.report import Part
 
 
 def run(recipe, connection, lr, top1, loss=1.0):
@@ -77,10 +78,10 @@ def test_rates_of_a_study_without_recipes(monkeypatch, capsys, tmp_path):
     runs = [{"connection": which, "cell": {"lr": lr}, "top1": top1 + seed} for seed in (0, 1) for which, values in (
         ("linear", (94.0, 94.5, 94.7)), ("feature", (94.0, 93.0, 92.0)))
         for lr, top1 in zip((0.05, 0.1, 0.2), values, strict=True)]
-    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: ({}, runs, [])})
+    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: Part.of({}, runs, [])})
     assert rates.main([tmp_path]) == 0
     assert capsys.readouterr().out == (
         "linear: 0.1 is chosen (94.50 % at 0.05, 95.00 % at 0.1, 95.20 % at 0.2)\n"
         "feature: 0.05 is chosen (94.50 % at 0.05, 93.50 % at 0.1, 92.50 % at 0.2)\n")
-    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: ({}, runs, ["lr=0.1-linear-seed308"])})
+    monkeypatch.setattr(rates, "collect", lambda folders: {tmp_path: Part.of({}, runs, ["lr=0.1-linear-seed308"])})
     assert rates.main([tmp_path]) == 1
