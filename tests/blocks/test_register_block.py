@@ -207,12 +207,30 @@ class EndsInEvaluation(Bypassing):
         return self.helper(x) if self.training else self.ends(x)
 
 
+class InContext(Bypassing):
+    def forward(self, x):
+        with torch.autocast("cpu"):
+            if self.training:
+                return self.g(x)
+        return x + self.f(x)
+
+
+class ReturnedInContext(Bypassing):
+    def forward(self, x):
+        if self.training:
+            with torch.autocast("cpu"):
+                return self.g(x)
+        return x + self.f(x)
+
+
 @pytest.mark.parametrize(("block", "when", "arguments"), [
     (Indexed, "forward bypasses an addition if self.training and self.drop > 0.1", {}),
     (Returned, "forward bypasses an addition if self.training", {}),
     (ReturnedElse, "forward bypasses an addition if self.training", {}),
     (Evaluated, "forward bypasses an addition if not self.training", {}),
     (Where, "forward bypasses an addition if not keep is None", {}),
+    (InContext, "forward bypasses an addition if self.training", {}),
+    (ReturnedInContext, "forward bypasses an addition if self.training", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
     (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
     (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
@@ -269,9 +287,23 @@ class Configured(Bypassing):
         return x + self.f(x)
 
 
+class Returning(Bypassing):
+    """A block whose sides return their sum: one inside a context, one inside a side of another `if`."""
+
+    def forward(self, x):
+        if self.training:
+            with torch.autocast("cpu"):
+                return x + self.f(x)
+        else:
+            if torch.rand(()) < self.keep:
+                return x + self.g(x)
+            f = self.f(x)
+        return x + self.g(f)
+
+
 @pytest.mark.parametrize(("block", "arguments"), [
-    (Configured, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
-    (Called, dict(stream="x", method="ends"))])
+    (Configured, dict(stream="x")), (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")),
+    (Optional, dict(stream=[("shortcut", "x")])), (Called, dict(stream="x", method="ends"))])
 def test_these_calls_bypass_no_addition(block, arguments):
     timm_ortho.register_block(block, kinds=("mlp",), **arguments)
 
