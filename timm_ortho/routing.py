@@ -101,8 +101,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
 def bypass_of(block: type, method: str) -> str:
     """Return when ``forward`` does not use another method of the block, as :attr:`Route.bypass` describes it."""
     forward = inspect.unwrap(cast(Any, block).forward)
-    local = _locals(forward.__code__) - {forward.__code__.co_varnames[0]}
-    bypass = _Bypass(lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), local, False)
+    bypass = _Bypass(forward, lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), False)
     return bypass.of(syntax_tree(forward))
 
 
@@ -188,7 +187,7 @@ class Route:
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
             self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
         calls = set(router.calls)
-        self.bypass = _Bypass(calls.__contains__, router.streams, router.local, sides_differ).of(self.tree)
+        self.bypass = _Bypass(self.method, calls.__contains__, router.streams, sides_differ).of(self.tree)
         self.branch_first = router.branch_first
         self._paths = router.paths
         self.with_norm: Dict[str, str] = {}
@@ -375,22 +374,25 @@ class _Bypass:
     The two sides of an ``if`` are compared. The statements after a side that returns belong to the other side.
 
     Args:
+        function: The method.
         is_call: Whether a node is the call of a connection.
         streams: Source expressions of the stream.
-        local: Local names of the function.
         sides_differ: Whether both sides of an ``if`` may have different numbers of calls, if each side has a call.
     """
 
     def __init__(
-            self, is_call: Callable[[ast.AST], bool], streams: Set[str], local: Set[str], sides_differ: bool) -> None:
-        self.is_call, self.streams, self.local, self.sides_differ = is_call, streams, local, sides_differ
+            self, function: FunctionType, is_call: Callable[[ast.AST], bool], streams: Set[str], sides_differ: bool,
+    ) -> None:
+        code = function.__code__
+        self.is_call, self.streams, self.sides_differ = is_call, streams, sides_differ
+        self.local = _locals(code) - {code.co_varnames[0]}
+        self.arguments = set(code.co_varnames[1:code.co_argcount])
         self.assigned: Set[str] = set()
         self.found = ""
 
     def of(self, tree: ast.Module) -> str:
         function = tree.body[0]
         if isinstance(function, ast.FunctionDef):  # not a lambda
-            self.arguments = {argument.arg for argument in function.args.args[1:]}
             self._count(function.body)
         return self.found
 

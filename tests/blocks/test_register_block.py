@@ -249,7 +249,7 @@ def test_calls_must_not_bypass_the_additions(block, when, arguments):
 class Dropped(Bypassing):
     """A block that training may skip."""
 
-    def forward(self, x):
+    def forward(self, x, /):
         if self.training and torch.rand(()) < self.drop:
             return x
         if x.ndim != 3:
