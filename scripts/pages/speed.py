@@ -6,7 +6,6 @@ The numbers of earlier kernels (`before_h200.csv`) are fixed text of both pages.
 README's sentence about them.
 """
 import csv
-import textwrap
 from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
@@ -75,28 +74,26 @@ def cost(row: BenchRow, metric: str) -> str:
 
 
 def opening(rows: Sequence[BenchRow]) -> str:
-    """Return the opening paragraph of speed.md, with the range of the ratios on each kind of device."""
-    sentences = []
+    """Return the opening of speed.md: for each kind of device, a list with the range of the ratios of each model."""
+    parts = []
     for kind, on_cpu in (("GPU", False), ("CPU", True)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
-        steps = [f"For {name} ({_measured(mine, models)}), the change is {listed(ranges)}."
+        lines = [f"* {name} ({_measured(mine, models)}): {listed(ranges)}"
                  for name, models in SHOWN.items() if (ranges := [
                      f"{percent(of)} {how}" for mode, how in HOW.items()
                      if (of := ratios(mine, models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
-        if steps:
-            names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
-            sentences.append(f"On a {kind} ({', '.join(names)}), the time of a training step changes as follows if "
-                             f"orthogonal connections replace linear connections. {' '.join(steps)}")
         if small:
             appendix, linear = (times([float(row[column]) for row in small])
                                 for column in ("appendix_ratio_p50", "ratio_p50"))
-            sentences.append(f"A training step or a forward pass of a ViT of width 64 takes {linear} as long with "
-                             f"orthogonal connections as with plain addition. It takes {appendix} as long as with the "
-                             "code of the paper's Appendix F.")
-        if not steps and not small:
-            sentences.append(f"On a {kind}: not measured with the present code.")
-    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
+            lines.append(f"* ViT of width 64, also in inference: {linear} the time; {appendix} the time of the code of "
+                         "the paper's Appendix F")
+        if lines:
+            names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
+            lines[:0] = [f"Time of a training step on a {kind} ({', '.join(names)}), relative to the same model with "
+                         "plain addition:", ""]
+        parts.append("\n".join(lines or [f"On a {kind}: not measured with the present code."]))
+    return "\n\n".join(parts)
 
 
 def ratios(rows: Iterable[BenchRow], models: Sequence[str], mode: str) -> list[float]:

@@ -75,9 +75,10 @@ def test_other_wrong_arguments(tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     assert "contains other files ('thesis.tex'): choose another folder" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
-    for name in ("README.md", "config.json", "training.png"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("---\ntags: [timm]\n---\nNotes on timm-ortho")
+    for name, metadata in (
+            ("README.md", "tags: [timm]"), ("README.md", "a: [b"), ("config.json", ""), ("training.png", "")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / name).write_text(f"---\n{metadata}\n---\nNotes on timm-ortho")
         assert f"contains other files ('{name}'): choose another folder" in message(tiny(), tmp_path / name)
         assert (tmp_path / name / name).read_text().endswith("Notes on timm-ortho")
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")

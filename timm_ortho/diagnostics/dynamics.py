@@ -298,8 +298,9 @@ class Recorder:
         if done is None or not succeeded:
             return
         if not done.means:
-            reason = ("hooks do not run in blocks that are compiled one by one, or if the first compiled pass came "
-                      "before the recorder: create the recorder first, and compile the whole model" if done.sites else
+            reason = ("the forward pass called no connection, or hooks did not run because the blocks are compiled one "
+                      "by one or the first compiled pass came before the recorder. If the model is compiled, create "
+                      "the recorder first, and compile the whole model" if done.sites else
                       "the model has no connections any more: call timm_ortho.connect(model, 'linear')")
             warnings.warn(f"timm_ortho.record measured no connection: {reason}", stacklevel=2)
         elif done.unused and not self._warned:

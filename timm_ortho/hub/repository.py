@@ -381,9 +381,9 @@ def _move(scratch: Path, folder: Path) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Return whether `export` wrote the README.md of a folder, according to its tags."""
+    """Return whether `export` wrote the README.md of a folder, according to the tags in its metadata block."""
     try:
-        card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
-    except (OSError, ValueError):
+        metadata, _, _ = (folder / CARD).read_text(encoding="utf-8").partition("\n---")
+    except (OSError, UnicodeDecodeError):
         return False
-    return "timm-ortho" in (card.data.tags or ())
+    return metadata.startswith("---") and "- timm-ortho" in metadata.splitlines()
