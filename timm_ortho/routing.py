@@ -409,8 +409,8 @@ class _Bypass:
                 count += self._count([node.test]) + self._larger(node.test, then, otherwise)
             elif isinstance(node, ast.IfExp):
                 count += self._larger(node.test, [node.body], [node.orelse])
-            elif isinstance(node, ast.With):  # a side that returns may be inside its body
-                return count + self._count([*node.items, *node.body, *nodes[index + 1:]])
+            elif isinstance(node, (ast.With, ast.Try)):  # a side that returns may be inside its body
+                return count + self._count([*ast.iter_child_nodes(node), *nodes[index + 1:]])
             else:
                 count += self.is_call(node) + self._count(list(ast.iter_child_nodes(node)))
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -563,8 +563,8 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
 def _leaves(statements: Sequence[ast.AST]) -> bool:
     """Return whether these statements end with a return or raise."""
     last = statements[-1] if statements else None
-    if isinstance(last, ast.With):
-        return _leaves(last.body)
+    if isinstance(last, (ast.With, ast.Try)):
+        return _leaves(last.body) and all(_leaves(handler.body) for handler in getattr(last, "handlers", ()))
     return isinstance(last, (ast.Return, ast.Raise)) or (
         isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse))
 

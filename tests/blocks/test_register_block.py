@@ -215,6 +215,16 @@ class InContext(Bypassing):
         return x + self.f(x)
 
 
+class Tried(Bypassing):
+    def forward(self, x):
+        try:
+            if self.training:
+                return self.g(x)
+        finally:
+            pass
+        return x + self.f(x)
+
+
 class ReturnedInContext(Bypassing):
     def forward(self, x):
         if self.training:
@@ -231,6 +241,7 @@ class ReturnedInContext(Bypassing):
     (Where, "forward bypasses an addition if not keep is None", {}),
     (InContext, "forward bypasses an addition if self.training", {}),
     (ReturnedInContext, "forward bypasses an addition if self.training", {}),
+    (Tried, "forward bypasses an addition if self.training", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
     (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
     (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
@@ -288,7 +299,7 @@ class Configured(Bypassing):
 
 
 class Returning(Bypassing):
-    """A block whose sides return their sum: one inside a context, one inside a side of another `if`."""
+    """A block whose sides return their sum: one inside `with`, one inside `try` on a side of another `if`."""
 
     def forward(self, x):
         if self.training:
@@ -296,7 +307,10 @@ class Returning(Bypassing):
                 return x + self.f(x)
         else:
             if torch.rand(()) < self.keep:
-                return x + self.g(x)
+                try:
+                    return x + self.g(x)
+                except RuntimeError:
+                    raise
             f = self.f(x)
         return x + self.g(f)
 
