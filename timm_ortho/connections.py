@@ -26,7 +26,6 @@ P x. The class of the connection determines the weights a and b.
 import inspect
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
@@ -354,13 +353,6 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "hybrid": HybridConnection,
 }
 _PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
-# Constructors check the arguments that they take. These checks are for arguments that a constructor does not take.
-_CHECKS: Dict[str, Callable[[Any], Any]] = {
-    "prob": check_prob,
-    "start": partial(known_name, "start", known=STARTS),
-    "keep": partial(known_name, "keep", known=KEEPS),
-    "groups": partial(check_count, "groups"),
-}
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
@@ -438,15 +430,18 @@ def create_connection(
         FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
     make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
-    known_name("mask layout", mask_layout, MASK_LAYOUTS)
     kept = "branch" if site.in_place else keep
     arguments = dict(
         dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
-    defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
-    for name in sorted(_CHECKS.keys() - accepted):
-        _CHECKS[name](arguments[name])
-        if name in ("prob", "groups") and arguments[name] != defaults[name] and make is not LinearConnection:
+    check_prob(prob)
+    check_count("groups", groups)
+    known_name("keep", keep, KEEPS)
+    known_name("mask layout", mask_layout, MASK_LAYOUTS)
+    if "start" not in accepted:  # a class that accepts it may have other forms
+        known_name("start", start, STARTS)
+    for name in ("prob", "groups"):  # 1 is the default of both
+        if name not in accepted and arguments[name] != 1 and make is not LinearConnection:
             others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
             raise ValueError(f"{connection if isinstance(connection, str) else _class_name(make)} does not take the "
                              f"argument {name}: omit {name}, or choose {others}; your own connection needs this "

@@ -232,19 +232,8 @@ def connect(
                 arguments["groups"] = block.heads(model)
             block.check_groups(arguments["groups"], carrying)
         connections = _make_connections(block, arguments, call, skips, carrying)
-        module = block.module
-        own = _own(module) if block.spec else ()
-        for name in connections:
-            present = getattr(module, name, None)
-            if present is not None and not isinstance(present, Connection) and connection_in(name, present):
-                raise ValueError(f"{block.label} ({type(module).__name__}) has a {type(present).__name__} around its "
-                                 f"connection {name}: remove the wrapper first, for example by merge_and_unload of "
-                                 "PEFT, then connect. The model is unchanged.")
-            if name in own or not isinstance(present, (Connection, type(None))):
-                raise ValueError(f"{block.label} ({type(module).__name__}) already has an attribute {name}, the name "
-                                 "of its connection: rename the attribute, or register its class with another kind. "
-                                 "The model is unchanged.")
-        kinds_here = tuple(block.sites.values())
+        _check_attributes(block, connections)
+        module, kinds_here = block.module, tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())
         _check_causal(model, block, connections.values())
@@ -399,6 +388,22 @@ def _remove_unused(blocks: Iterable[nn.Module]) -> None:
         for name, child in list(module.named_children()):
             if is_unused(module, name, child):
                 delattr(module, name)
+
+
+def _check_attributes(block: _Block, names: Iterable[str]) -> None:
+    """Raise ValueError if attributes of a block with the names of its connections contain anything else."""
+    module = block.module
+    own = _own(module) if block.spec else ()
+    for name in names:
+        present = getattr(module, name, None)
+        if present is not None and not isinstance(present, Connection) and connection_in(name, present):
+            raise ValueError(f"{block.label} ({type(module).__name__}) has a {type(present).__name__} around its "
+                             f"connection {name}: remove the wrapper first, for example by merge_and_unload of PEFT, "
+                             "then connect. The model is unchanged.")
+        if name in own or not isinstance(present, (Connection, type(None))):
+            raise ValueError(f"{block.label} ({type(module).__name__}) already has an attribute {name}, the name of "
+                             "its connection: rename the attribute, or register its class with another kind. The "
+                             "model is unchanged.")
 
 
 def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connection]) -> None:

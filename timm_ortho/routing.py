@@ -101,8 +101,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
 def bypass_of(block: type, method: str) -> str:
     """Return when ``forward`` does not use another method of the block, as :attr:`Route.bypass` describes it."""
     forward = inspect.unwrap(cast(Any, block).forward)
-    local = _locals(forward.__code__) - {forward.__code__.co_varnames[0]}
-    bypass = _Bypass(lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), local, False)
+    bypass = _Bypass(forward, lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), False)
     return bypass.of(syntax_tree(forward))
 
 
@@ -188,7 +187,7 @@ class Route:
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
             self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
         calls = set(router.calls)
-        self.bypass = _Bypass(calls.__contains__, router.streams, router.local, sides_differ).of(self.tree)
+        self.bypass = _Bypass(self.method, calls.__contains__, router.streams, sides_differ).of(self.tree)
         self.branch_first = router.branch_first
         self._paths = router.paths
         self.with_norm: Dict[str, str] = {}
@@ -262,65 +261,52 @@ class _Router(ast.NodeTransformer):
 
     # ------------------------------------------------------------------------------------- additions
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        match = self._match(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
-        if match is None:
-            if isinstance(node.op, ast.Add) and any(map(self._is_sum, (node.left, node.right))):
-                self.problem += (
-                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g), and "
-                    "if the class is from a library, override the method in a subclass")
-            return self.generic_visit(node)
-        connection, stream, branch = match
-        if connection is None:
-            return self.generic_visit(node)
-        branch_first = self.keeps_order and stream is node.right
-        return ast.copy_location(self._call(connection, stream, branch, branch_first), node)
-
-    def _is_sum(self, node: ast.expr) -> bool:
-        return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-                and any(ast.unparse(summand) in self.streams for summand in (node.left, node.right)))
+        call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
+        return self.generic_visit(node) if call is None else call
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        match = None
+        call = None
         if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
-            match = self._match(node, ast.Name(node.target.id, ast.Load()), node.value)
-        if match is None:
-            return self.generic_visit(node)
-        connection, stream, branch = match
-        if connection is None:
-            return self.generic_visit(node)
-        return ast.copy_location(ast.Assign([node.target], self._call(connection, stream, branch)), node)
+            call = self._call(node, ast.Name(node.target.id, ast.Load()), node.value)
+        return self.generic_visit(node) if call is None else ast.copy_location(ast.Assign([node.target], call), node)
 
-    def _match(self, node: ast.AST, *summands: ast.expr) -> Optional[Tuple[Optional[str], ast.expr, ast.expr]]:
-        """Return connection, stream and branch of an addition; None if no summand is a stream."""
-        sources = [ast.unparse(summand) for summand in summands]
-        if not any(source in self.streams for source in sources):
+    def _call(self, node: ast.AST, left: ast.expr, right: ast.expr) -> Optional[ast.Call]:
+        """Return the call of a connection that replaces an addition; None if the addition stays unchanged."""
+        sources = [ast.unparse(left), ast.unparse(right)]
+        if self.streams.isdisjoint(sources):
             self.others.append(ast.unparse(node))
+            if isinstance(node, ast.BinOp) and any(map(self._is_sum, (left, right))):
+                self.problem += (
+                    f"; the last summand of {self.others[-1]!r} would stay linear: write x + (f + g), and "
+                    "if the class is from a library, override the method in a subclass")
             return None
         self.matched.append(ast.unparse(node))
         number = self.position
         self.position += 1
         self.length = max(self.length, self.position)
         if number >= len(self.sums):
-            return None, summands[0], summands[1]
+            return None
         expected = self.sums[number]
-        self.branch_first[number] = sources[0] not in expected.normalized
-        if self.branch_first[number]:
-            summands = summands[::-1]
-            if sources[1] not in expected.normalized:
-                self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
+        branch_first = self.branch_first[number] = sources[0] not in expected.normalized
+        if branch_first and sources[1] not in expected.normalized:
+            self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
         self.paths[number].append(tuple(self._known_conditions()))
-        return expected.connection, summands[0], summands[1]
-
-    def _call(self, connection: str, stream: ast.expr, branch: ast.expr, branch_first: bool = False) -> ast.Call:
-        module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=connection, ctx=ast.Load())
+        if expected.connection is None:
+            return None
+        module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=expected.connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
-        arguments = [stream, self.visit(branch)]
-        if branch_first and all(any(isinstance(node, ast.Call) for node in ast.walk(each)) for each in arguments):
-            keywords = [ast.keyword("f", arguments[1]), ast.keyword("x", arguments[0]), *keywords]
+        stream, branch = (right, self.visit(left)) if branch_first else (left, self.visit(right))
+        arguments = [stream, branch]
+        if self.keeps_order and branch_first and all(map(_has_call, arguments)):
+            keywords = [ast.keyword("f", branch), ast.keyword("x", stream), *keywords]
             arguments = []
-        call = ast.Call(func=module, args=arguments, keywords=keywords)
+        call = ast.copy_location(ast.Call(func=module, args=arguments, keywords=keywords), node)
         self.calls.append(call)
         return call
+
+    def _is_sum(self, node: ast.expr) -> bool:
+        return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+                and any(ast.unparse(summand) in self.streams for summand in (node.left, node.right)))
 
     # ----------------------------------------------------------------------------------------- paths
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -388,22 +374,25 @@ class _Bypass:
     The two sides of an ``if`` are compared. The statements after a side that returns belong to the other side.
 
     Args:
+        function: The method.
         is_call: Whether a node is the call of a connection.
         streams: Source expressions of the stream.
-        local: Local names of the function.
         sides_differ: Whether both sides of an ``if`` may have different numbers of calls, if each side has a call.
     """
 
     def __init__(
-            self, is_call: Callable[[ast.AST], bool], streams: Set[str], local: Set[str], sides_differ: bool) -> None:
-        self.is_call, self.streams, self.local, self.sides_differ = is_call, streams, local, sides_differ
+            self, function: FunctionType, is_call: Callable[[ast.AST], bool], streams: Set[str], sides_differ: bool,
+    ) -> None:
+        code = function.__code__
+        self.is_call, self.streams, self.sides_differ = is_call, streams, sides_differ
+        self.local = _locals(code) - {code.co_varnames[0]}
+        self.arguments = set(code.co_varnames[1:code.co_argcount])
         self.assigned: Set[str] = set()
         self.found = ""
 
     def of(self, tree: ast.Module) -> str:
         function = tree.body[0]
         if isinstance(function, ast.FunctionDef):  # not a lambda
-            self.arguments = {argument.arg for argument in function.args.args[1:]}
             self._count(function.body)
         return self.found
 
@@ -420,6 +409,8 @@ class _Bypass:
                 count += self._count([node.test]) + self._larger(node.test, then, otherwise)
             elif isinstance(node, ast.IfExp):
                 count += self._larger(node.test, [node.body], [node.orelse])
+            elif isinstance(node, (ast.With, ast.Try)):  # a side that returns may be inside its body
+                return count + self._count([*ast.iter_child_nodes(node), *nodes[index + 1:]])
             else:
                 count += self.is_call(node) + self._count(list(ast.iter_child_nodes(node)))
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -545,6 +536,10 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
         yield from _in_order(child)
 
 
+def _has_call(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
+
+
 def _locals(code: CodeType) -> Set[str]:
     """Return the local names of a function and of the functions inside it."""
     inner = [_locals(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
@@ -568,6 +563,8 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
 def _leaves(statements: Sequence[ast.AST]) -> bool:
     """Return whether these statements end with a return or raise."""
     last = statements[-1] if statements else None
+    if isinstance(last, (ast.With, ast.Try)):
+        return _leaves(last.body) and all(_leaves(handler.body) for handler in getattr(last, "handlers", ()))
     return isinstance(last, (ast.Return, ast.Raise)) or (
         isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse))
 

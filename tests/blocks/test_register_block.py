@@ -207,12 +207,41 @@ class EndsInEvaluation(Bypassing):
         return self.helper(x) if self.training else self.ends(x)
 
 
+class InContext(Bypassing):
+    def forward(self, x):
+        with torch.autocast("cpu"):
+            if self.training:
+                return self.g(x)
+        return x + self.f(x)
+
+
+class Tried(Bypassing):
+    def forward(self, x):
+        try:
+            if self.training:
+                return self.g(x)
+        finally:
+            pass
+        return x + self.f(x)
+
+
+class ReturnedInContext(Bypassing):
+    def forward(self, x):
+        if self.training:
+            with torch.autocast("cpu"):
+                return self.g(x)
+        return x + self.f(x)
+
+
 @pytest.mark.parametrize(("block", "when", "arguments"), [
     (Indexed, "forward bypasses an addition if self.training and self.drop > 0.1", {}),
     (Returned, "forward bypasses an addition if self.training", {}),
     (ReturnedElse, "forward bypasses an addition if self.training", {}),
     (Evaluated, "forward bypasses an addition if not self.training", {}),
     (Where, "forward bypasses an addition if not keep is None", {}),
+    (InContext, "forward bypasses an addition if self.training", {}),
+    (ReturnedInContext, "forward bypasses an addition if self.training", {}),
+    (Tried, "forward bypasses an addition if self.training", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
     (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
     (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
@@ -231,7 +260,7 @@ def test_calls_must_not_bypass_the_additions(block, when, arguments):
 class Dropped(Bypassing):
     """A block that training may skip."""
 
-    def forward(self, x):
+    def forward(self, x, /):
         if self.training and torch.rand(()) < self.drop:
             return x
         if x.ndim != 3:
@@ -269,9 +298,26 @@ class Configured(Bypassing):
         return x + self.f(x)
 
 
+class Returning(Bypassing):
+    """A block whose sides return their sum: one inside `with`, one inside `try` on a side of another `if`."""
+
+    def forward(self, x):
+        if self.training:
+            with torch.autocast("cpu"):
+                return x + self.f(x)
+        else:
+            if torch.rand(()) < self.keep:
+                try:
+                    return x + self.g(x)
+                except RuntimeError:
+                    raise
+            f = self.f(x)
+        return x + self.g(f)
+
+
 @pytest.mark.parametrize(("block", "arguments"), [
-    (Configured, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
-    (Called, dict(stream="x", method="ends"))])
+    (Configured, dict(stream="x")), (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")),
+    (Optional, dict(stream=[("shortcut", "x")])), (Called, dict(stream="x", method="ends"))])
 def test_these_calls_bypass_no_addition(block, arguments):
     timm_ortho.register_block(block, kinds=("mlp",), **arguments)
 

@@ -196,3 +196,22 @@ def test_arguments_of_one_comparison_fit_every_connection():
     """`timm-ortho compare` passes one set of arguments to all of its connections."""
     for connection in CONNECTIONS:
         assert create_connection(connection, start="linear").name == connection
+
+
+class Forms(Connection):
+    """A connection with its own values of `start`. It does not check `prob` and `groups`."""
+
+    def __init__(self, dim, eps, start="zero", prob=1.0, groups=1):
+        super().__init__(dim, eps)
+        self.start = start
+
+    def forward(self, x, f, attn_mask=None):
+        return x + f
+
+
+def test_arguments_of_an_own_connection():
+    assert create_connection(Forms, start="zero").start == "zero"
+    with pytest.raises(ValueError, match=r"prob must be in \[0, 1\], got 2.0"):
+        create_connection(Forms, prob=2.0)
+    with pytest.raises(ValueError, match="groups must be a whole number of at least 1, got 0"):
+        create_connection(Forms, groups=0)

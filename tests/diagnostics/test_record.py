@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -235,8 +236,9 @@ def test_invalid_arguments():
     with pytest.raises(ValueError, match=r"^VisionTransformer has no connections to record; call timm_ortho.connect\("):
         timm_ortho.record(timm.create_model("test_vit"))
     for every in (0, -1, 2.5, True, "50"):
-        with pytest.raises(ValueError, match=r"^every must be a positive integer, got "):
+        with pytest.raises(ValueError, match=r"^every must be a whole number of at least 1, got "):
             timm_ortho.record(vit(), every=every)
+    assert timm_ortho.record(vit(), every=np.int64(2)).every == 2
 
 
 def test_a_connection_that_returns_a_tuple():

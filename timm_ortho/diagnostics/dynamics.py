@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._checks import check_count
 from .._compat import compiled_model, functorch_is_active, is_compiled_in_place
 from ..connections import Connection, HybridConnection
 from ..functional import decompose
@@ -218,13 +219,11 @@ class Recorder:
             every: int = 50,
             sink: Optional[Callable[[List[RecordedRow]], None]] = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a positive integer, got {every!r}")
         if not sites_of(_unwrapped(model)):
             raise ValueError(
                 f"{type(_unwrapped(model)).__name__} has no connections to record; call "
                 f"timm_ortho.connect(model, 'linear') first, which does not change its outputs")
-        self.every = every
+        self.every = check_count("every", every)
         self.step = 0
         self._sink = sink
         self._rows: List[RecordedRow] = []
