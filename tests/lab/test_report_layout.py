@@ -1,6 +1,7 @@
 """reporting/layout.py: rows, columns and the paper's numbers in the tables of reports on made-up runs."""
 import copy
 import math
+import re
 import statistics
 
 import pytest
@@ -49,6 +50,25 @@ def test_two_groups_at_one_position_are_distinguished(tmp_path):
     found = side_by_side(tmp_path)
     assert found[("all, feature",), "top-1 %"][1].startswith("90.00")
     assert found[("all, global",), "top-1 %"][1].startswith("80.00")
+
+
+@pytest.mark.parametrize(("rows", "columns", "row", "column"), [
+    (["depth"], ["connection"], "4", "Orthogonal-F, top-1 %"),
+    (["depth"], [], "4, feature", "top-1 %"),
+    (["connection"], ["measure"], "Orthogonal-F, depth 4", "top-1 %"),
+    (["measure"], ["connection"], "top-1 %, depth 4", "Orthogonal-F"),
+])
+def test_every_value_has_its_own_labelled_cell(tmp_path, rows, columns, row, column):
+    """A layout may lack the measure, the connection or an axis."""
+    runs = [run_of(connection, 0, {"depth": depth, "lr": 1e-4}, top1=10 * depth + (connection == "feature"))
+            for depth in (2, 4) for connection in ("linear", "feature")]
+    study = study_of("mine", paper="", table="", axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0])
+    printed = write({**study, "report": {"rows": rows, "columns": columns, "plots": []}}, runs, [], tmp_path)
+    found = side_by_side(tmp_path)
+    assert found[(row,), column] == ("41.00 (1 seed)", "+1.00")
+    assert len(found) == 8
+    assert len(differences(tmp_path)) == 4
+    assert re.search(rf"^{row} +{column} +41.00", printed, re.MULTILINE)
 
 
 def test_own_study_has_a_row_for_each_cell(tmp_path):
@@ -174,6 +194,11 @@ def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
     write(study_of("head_norm"), runs_of("head_norm"), [], tmp_path)
     table = next(table for table in tables_of(tmp_path) if "last / first" in table[0])
     assert table[1] == ["without", "Linear", "4", "9", "9", "2.25"]
+    laid_out = {"rows": ["norm"], "columns": ["connection", "measure"], "tables": ["last_branch"], "plots": []}
+    write(study_of("head_norm", report=laid_out), runs_of("head_norm"), [], tmp_path)
+    table = next(table for table in tables_of(tmp_path) if "last / first" in table[0])
+    assert [row[:2] for row in table] == [
+        ["norm", "connection"], *([norm, name] for norm in ("without", "with") for name in ("Linear", "Orthogonal-F"))]
     write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
     table = next(table for table in tables_of(tmp_path) if table[0][-2:] == ["ρ", "θ"])
     assert table[1] == ["orthogonal start", "attention", "1.500 [1.500, 1.500]", "0.100 [0.000, 0.200]"]

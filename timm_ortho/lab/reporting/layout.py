@@ -13,10 +13,12 @@
 | `plots` | names of plots (`plots.DRAWINGS`), or `{name: {option: value}}`; always `training` | `training`, `stream` |
 | `tables` | names of additional tables (`tables.EXTRAS`) | none |
 
-A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. The study's key
-`table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean and standard
-deviation of the first measure, then of the second, and so on. If `measure` is in `paper`, each list belongs to one
-measure.
+A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. If there are
+several measures, and `measure` is in neither `rows` nor `columns`, it is added to `columns`.
+
+The study's key `table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean
+and standard deviation of the first measure, then of the second, and so on. If `measure` is in `paper`, each list
+belongs to one measure.
 """
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -162,7 +162,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         check_names([*named, *options.get("lines", ())], dimensions, owner, "dimension")
         check_names(options.get("measures", ()), MEASURES, owner, "measure")
         check_names([options["column"]] if "column" in options else [], HISTORY, owner, "column")
-    return layout
+    unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
+    return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
 
 
 def title_of(study: Mapping[str, Any]) -> str:

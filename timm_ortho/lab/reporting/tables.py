@@ -128,9 +128,16 @@ def _of_measure(groups: Mapping[Group, list[Run]], name: str, layout: Layout) ->
 
 
 def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
-    """Add the connection to the names of groups that would share a position."""
-    taken = list(positions.values())
-    return {group: ((*row[:-1], f"{row[-1]}, {group[1]}"), column) if taken.count((row, column)) > 1 else (row, column)
+    """Add the connection, or the axes in which they differ, to the names of groups that would share a position."""
+    sharing = grouped(positions, positions.__getitem__)
+
+    def added(group: Group) -> list[str]:
+        others = sharing[positions[group]]
+        names = [f"{axis} {value_text(value)}" for axis, value in group[0]
+                 if any((axis, value) not in other[0] for other in others)]
+        return [*names, group[1]] if any(other[1] != group[1] for other in others) else names
+
+    return {group: ((*row[:-1], ", ".join([row[-1], *added(group)])), column)
             for group, (row, column) in positions.items()}
 
 
@@ -363,8 +370,9 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
 
 def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
     measured = [(run, ends) for run, ends in zip(runs, recorded.get("last_branch", ()), strict=False) if ends]
-    rows = []
-    for names, members in grouped(measured, lambda pair: layout.position(layout.keys(pair[0], "top1"))[0]).items():
+    rows, dimensions = [], [*layout.study["axes"], "connection"]
+    for names, members in grouped(measured, lambda pair: tuple(
+            layout.label(dimension, layout.key(dimension, pair[0])) for dimension in dimensions)).items():
         first, highest, last = (fmean(ends[key] for _, ends in members) for key in ("first", "highest", "last"))
         rows.append([*names, *(f"{value:.4g}" for value in (first, highest, last)),
                      f"{last / first:.3g}" if first else "unknown"])
@@ -373,7 +381,8 @@ def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
         "The table has |f|² of the last branch: the sum over the channels, averaged over pixels and seeds. The columns "
         "are the value at the first record, the highest value, the value at the last record, and the ratio of last to "
         "first.",
-        Table([*layout.names, "first", "highest", "last", "last / first"], rows, len(layout.rows)))
+        Table([*(layout.titles.get(dimension, dimension) for dimension in dimensions),
+               "first", "highest", "last", "last / first"], rows, len(dimensions)))
 
 
 def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
