@@ -127,6 +127,13 @@ def test_runs_of_train_py(tmp_path):
     assert (tmp_path / "figures" / "training.svg").is_file()
 
 
+def test_metrics_of_ema_weights_are_named(tmp_path):
+    sentence = "The metrics are measured on the test images. Runs with model_ema are evaluated with the EMA weights"
+    for changes in ({}, {"ema": True}):
+        write(study_of("dynamics"), [run_of("linear", 0), run_of("feature", 0, **changes)], [], tmp_path)
+        assert [sentence in text.replace("\\", "") for text in texts(tmp_path)] == [bool(changes)] * 2
+
+
 def test_the_reporting_machine_is_not_named(tmp_path):
     """If runs have no recorded versions, the report does not show the versions of the machine that writes it."""
     import torch

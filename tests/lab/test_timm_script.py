@@ -132,6 +132,15 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 
 
+@pytest.mark.parametrize("options", [{}, {"model_ema": True}, {"model_ema": True, "model_ema_force_cpu": True}])
+def test_metrics_of_ema_weights_are_marked(tmp_path, options):
+    """With model_ema, train.py writes the metrics of the EMA weights, unless these are on the CPU."""
+    folder = planned(tiny(tmp_path, tmp_path / "out", **options)).folder
+    by_its_script(folder / "linear-seed0")
+    part, = collect.collect([folder, manual_run(folder, tmp_path / "hand")]).values()
+    assert [run.get("ema") for run in part.runs] == 2 * [True if options == {"model_ema": True} else None]
+
+
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
     """Two runs that a user starts without --seed have the same seed, timm's default."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]

@@ -78,13 +78,20 @@ def _run(folder: Path) -> Optional[dict]:
     result = read_json(folder / RESULT)
     if result is None:
         return None
+    plan = RunPlan.read(folder)
     return {
         "representation": None,
         **result,
-        "history": history(folder, RunPlan.read(folder)),
+        **_weights(plan.stages[-1].options),
+        "history": history(folder, plan),
         "probe": read_lines(folder / "probe.jsonl"),
         "dynamics": read_lines(folder / "records.jsonl"),
     }
+
+
+def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return {"ema": True} if the trainer evaluates the EMA weights, which replace the plain weights in summary.csv."""
+    return {"ema": True} if options.get("model_ema") and not options.get("model_ema_force_cpu") else {}
 
 
 def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
@@ -111,7 +118,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             if not differing:
                 return number, {
                     "model": options["model"], "cell": point["cell"], "connection": connection, "seed": options["seed"],
-                    "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows), "history": rows,
+                    "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows),
+                    **_weights(options), "history": rows,
                     "dynamics": read_lines(folder / "records.jsonl"),
                     "made_with": {"command": f"by hand, in {folder}"}}
             nearest = min(nearest or differing, differing, key=len)

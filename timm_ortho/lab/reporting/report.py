@@ -35,6 +35,7 @@ begins with the answer and ends with method and terms.
         "batch_size",                           # images per update of the weights
         "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
         "switch_epoch",                         # epochs before the connection changes; None if it does not
+        "ema",                                  # True if the metrics are those of the EMA weights
         "hold_out",                             # training images that measure the accuracy; 0: the validation split
         "labels",                               # names of the classes, or None
         "trainer": "lab",                       # or "train.py"
@@ -271,6 +272,8 @@ def _results(part: Part) -> Iterator[Block]:
     medians = ", and medians of speed and memory" if layout.generic else ""
     yield Text(note(part.study, f"The table has means ± standard deviations over the seeds{medians}. The metrics are "
                                 f"measured on the {layout.images} images.",
+                    "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
+                    if any(run.get("ema") for run in part.runs) else "",
                     layout.protocol.format(images=layout.images)))
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
