@@ -179,6 +179,9 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert f"{hand / 'args.yaml'} names no model, so train.py did not write it" in capsys.readouterr().err
+    (hand / "args.yaml").write_text("model: vit_small\n")
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert f"{hand / 'args.yaml'} names no seed, so train.py did not write it" in capsys.readouterr().err
     (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without validation
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "has epochs without eval_top1 in summary.csv" in capsys.readouterr().err

@@ -102,8 +102,9 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     if not all("eval_top1" in row for row in rows):
         raise LabError(f"{folder} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
     options = read_yaml(folder / "args.yaml", "leave {folder} out of the report")
-    if not isinstance(options, dict) or not options.get("model"):
-        raise LabError(f"{folder / 'args.yaml'} names no model, so train.py did not write it")
+    lacking = [key for key in ("model", "seed") if not isinstance(options, dict) or options.get(key) in (None, "")]
+    if lacking:
+        raise LabError(f"{folder / 'args.yaml'} names no {lacking[0]}, so train.py did not write it")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     nearest: Optional[list[str]] = None
