@@ -143,6 +143,16 @@ def test_bad_options(tmp_path, monkeypatch, given, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("owner", ["study", "recipe"])
+def test_modules_that_only_a_file_names_are_refused_with_its_name(tmp_path, owner):
+    named, recipe = {"device_modules": ["nowhere_at_all"]}, tmp_path / "own.yaml"
+    recipe.write_text(yaml.safe_dump(named if owner == "recipe" else {}))
+    path = written(tmp_path, recipe=str(recipe), options=named if owner == "study" else {})
+    source = "study 'tiny'" if owner == "study" else f"recipe '{recipe}'"
+    with pytest.raises(UserError, match=f"option 'device_modules' of {source} names the module 'nowhere_at_all'"):
+        planned(request(path, tmp_path / "out"))
+
+
 def test_streamed_data_sets(tmp_path, monkeypatch):
     """A stand-in for timm's readers of webdataset and tfds, which are not installed, gives the same 64 grey images."""
     class Reader:

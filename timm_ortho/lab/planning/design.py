@@ -201,7 +201,7 @@ class Design:
             base = "digits" if dataset == "digits" else "small_images"
         elif base == "paper":
             base = _paper_recipe(model, dataset)
-        options = recipe.resolve_variant(values, base)
+        options = recipe.resolve_variant(values, base, f"study '{self.name}'")
         switch = _switch(connection, changes.get("switch"))
         options.model_kwargs = _effective(options.model_kwargs, {connection, switch.get("switch_to", connection)})
         options.model_kwargs["connection"] = connection

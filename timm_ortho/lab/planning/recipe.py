@@ -63,12 +63,13 @@ def resolve(values: Mapping[str, Any]) -> Namespace:
     return Namespace(**{**defaults(), **typed})
 
 
-def resolve_variant(requested: Mapping[str, Any], name: str) -> Namespace:
+def resolve_variant(requested: Mapping[str, Any], name: str, source: str = "the options") -> Namespace:
     """Return all options of timm's `train.py` for a recipe. `model` is replaced by its variant with suffix `_ortho`.
 
     Args:
         requested: timm's options by name, which override the recipe's.
         name: File or name of the recipe.
+        source: The study that sets the requested options, for the message about `device_modules`.
     """
     values = load(name)
     own = base_name(str(values.get("model", "vit_small")))
@@ -80,7 +81,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str) -> Namespace:
     options = resolve(values)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    check_options(vars(options), f"the study or recipe '{name}'")
+    check_options(vars(options), source if "device_modules" in requested else f"recipe '{name}'")
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
         # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has
