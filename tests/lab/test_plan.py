@@ -304,6 +304,9 @@ def test_other_settings_are_refused(tmp_path):
     with pytest.raises(LabError, match=r"has other settings \(design.name was 'compare' and is now 'tiny'"):
         planned(request(path, out))
     assert contents(tmp_path) == before
+    path = written(tmp_path, grid={"lr": [1.0e-3, 1.0e-2], "depth": {3: {"model_kwargs": {"depth": 3}}}})
+    with pytest.raises(LabError, match=r"settings \(grid.depth.3.options.model_kwargs.depth was None and is now 3\)"):
+        planned(request(path, tmp_path / "study"))
 
 
 def test_a_run_of_other_options_is_refused(tmp_path):

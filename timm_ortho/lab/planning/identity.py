@@ -77,7 +77,8 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
     stored, new = _flat(stored), _flat(load_yaml(dump_yaml(new, sort_keys=False)))  # YAML turns tuples into lists
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:
-        values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
+        prefix = r"^((design[.]|stages[.]\d[.])?options|given)[.]|^design[.](?=grid)"
+        values = "; ".join(f"{re.sub(prefix, '', key)} was {stored.get(key)!r:.60} and is now "
                            f"{new.get(key)!r:.60}" for key in differing[:3])
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
