@@ -216,6 +216,9 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
         "epochs: 2",
         "The images have 16 x 16 pixels (set by --img-size; the first image of the data set has 8 x 8 pixels), 1 "
         "channel and 10 classes. There are 100 training images and 32 test images (split “test”)."]
+    assert study.run(compared(tmp_path / "out", ["feature"], seeds=[3], train_num_samples=100)) == 0
+    assert "runs: 1 in " in (again := capsys.readouterr().err)
+    assert "connections: feature; seeds: 3; epochs" in again
 
 
 class Terminal(io.StringIO):

@@ -24,7 +24,8 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     found = planned(request(written(tmp_path), tmp_path / "out", seeds=[7, 2]))
     cells = [({"lr": lr}, connection) for lr in (1e-3, 1e-2) for connection in ("linear", "feature")]
     wanted = [(*cell, seed) for seed in (2, 7) for cell in cells]
-    assert [(place["cell"], place["connection"], place["seed"]) for place in found.points] == wanted
+    places = plan.read(tmp_path / "out")["places"]
+    assert [(place["cell"], place["connection"], place["seed"]) for place in places] == wanted
     assert list(found.runs) == [f"lr={cell['lr']}-{name}-seed{seed}" for seed in (7, 2) for cell, name in cells]
     run = RunPlan.read(tmp_path / "out" / "lr=0.01-feature-seed7")
     assert (run.trainer, run.record, run.representation, run.epochs, run.switch_epoch) == ("lab", 2, True, 2, None)
@@ -33,7 +34,6 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     assert options["model_kwargs"] == {
         "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "img_size": 16, "connection": "feature"}
     assert options == read_yaml(tmp_path / "out" / "lr=0.01-feature-seed7" / "args.yaml")
-    assert plan.read(tmp_path / "out")["places"] == found.points
 
 
 def test_equal_runs_are_shared(tmp_path):
@@ -272,7 +272,9 @@ def test_a_folder_may_grow(tmp_path):
     found = planned(compared(out, ["feature"], seeds=[0, 5]))
     assert [(place["connection"], place["seed"]) for place in plan.read(out)["places"]] == [
         ("linear", 0), ("feature", 0), ("feature", 5)]
-    assert (found.study["seeds"], found.study["connections"]) == ([0, 5], ["linear", "feature"])
+    described = plan.read(out)["study"]
+    assert (described["seeds"], described["connections"]) == ([0, 5], ["linear", "feature"])
+    assert (found.study["seeds"], found.study["connections"]) == ([0, 5], ["feature"])  # of this command
     assert list(found.runs) == ["feature-seed0", "feature-seed5"]
 
 

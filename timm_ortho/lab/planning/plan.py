@@ -43,8 +43,8 @@ class StudyPlan:
     folder: Path
     settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
     study: dict  # the description of the study for its report
-    points: list[dict]  # each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
-    runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `points` only
+    points: list[dict]  # of this command, each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
+    runs: dict[str, RunPlan]  # the runs of this command by name
     left_out: list[str]  # reasons why cells are not run
     memory: list[str]  # for each cell that trains on GPUs, the precision, the images at once and the memory of a step
 
@@ -60,17 +60,17 @@ class StudyPlan:
 
         new = [key(point) for point in self.points]
         earlier = [point for point in self._stored().get("places", ()) if key(point) not in new]
-        self.points = sorted([*earlier, *self.points], key=lambda point: point["seed"])
-        self.study["seeds"] = sorted({point["seed"] for point in self.points})
-        self.study["connections"] = list(dict.fromkeys(point["connection"] for point in self.points))
+        points = sorted([*earlier, *self.points], key=lambda point: point["seed"])
+        study = {**self.study, "seeds": sorted({point["seed"] for point in points}),
+                 "connections": list(dict.fromkeys(point["connection"] for point in points))}
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
             if (folder / PLAN).is_file():
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
-        refuse_links(*(self.folder / point["run"] for point in self.points))
+        refuse_links(*(self.folder / point["run"] for point in points))
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
-                  "study": self.study, "places": self.points}
+                  "study": study, "places": points}
         write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
             run.write(self.folder / name)
