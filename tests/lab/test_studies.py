@@ -6,6 +6,7 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 from functools import cache
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 import timm
@@ -13,10 +14,13 @@ import torch
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.planning import design, model_check
+from timm_ortho.lab.planning import design, model_check, plan
+from timm_ortho.lab.planning.request import Request
+from timm_ortho.lab.reporting import layout, report
 from timm_ortho.lab.running import loop as train
 from timm_ortho.models.meta import on_meta
 
+GUIDE = Path(timm_ortho.__file__).parents[1] / "docs" / "your_own_data.md"
 NAMES = sorted(design.shipped())
 
 
@@ -124,3 +128,15 @@ def test_runs_of_a_family_differ_only_in_the_connection():
     for variant in design.load("families", "small").variants({"dataset": "digits", "device": "cpu"}):
         with on_meta():
             assert sum(parameter.numel() for parameter in build(variant.options).parameters()) < 300_000
+
+
+def test_the_study_in_the_guide_runs_and_its_tables_have_all_keys(tmp_path):
+    guide = GUIDE.read_text(encoding="utf-8").partition("## Your own study")[2].partition("\n## ")[0]
+    path = tmp_path / "depth.yaml"
+    path.write_text(guide.partition("```yaml\n")[2].partition("```")[0])
+    planned = plan.plan(Request(design.load(str(path), "small"), {"device": "cpu"}))
+    assert (len(planned.runs), report.layout_of(planned.study).measures) == (12, ["top1", "loss"])
+    keys, of_report = ({name for row in re.findall("^[|] (`.*?) [|]", table, re.MULTILINE)
+                        for name in re.findall("`(.*?)`", row)} for table in guide.split("The keys of `report`"))
+    assert keys == {*design._KEYS, "extends", "scales"}
+    assert of_report == layout.Layout.__dataclass_fields__.keys() - {"study", "generic"}
