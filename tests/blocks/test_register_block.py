@@ -225,6 +225,48 @@ class Tried(Bypassing):
         return x + self.f(x)
 
 
+class ReturnedInHandler(Bypassing):
+    def forward(self, x):
+        try:
+            return self.g(x)
+        except RuntimeError:
+            return x + self.f(x)
+
+
+class ReturnedInside(Bypassing):
+    def forward(self, x):
+        if x.ndim == 3:
+            if self.training:
+                return self.g(x)
+            x = self.norm(x)
+        return x + self.f(x)
+
+
+class Matched(Bypassing):
+    def forward(self, x):
+        match self.drop:
+            case 0.5:
+                return self.g(x)
+        return x + self.f(x)
+
+
+class WhileTraining(Bypassing):
+    def forward(self, x):
+        while self.training:
+            return self.g(x)
+        return x + self.f(x)
+
+
+class Continued(Bypassing):
+    def forward(self, x):
+        for branch in (self.f, self.g):
+            if self.training:
+                x = branch(x)
+                continue
+            x = x + branch(x)
+        return x
+
+
 class ReturnedInContext(Bypassing):
     def forward(self, x):
         if self.training:
@@ -242,6 +284,11 @@ class ReturnedInContext(Bypassing):
     (InContext, "forward bypasses an addition if self.training", {}),
     (ReturnedInContext, "forward bypasses an addition if self.training", {}),
     (Tried, "forward bypasses an addition if self.training", {}),
+    (ReturnedInHandler, "forward bypasses an addition if not RuntimeError", {}),
+    (ReturnedInside, "forward bypasses an addition if self.training", {}),
+    (Matched, "forward bypasses an addition if self.drop", {}),
+    (WhileTraining, "forward bypasses an addition if self.training", {}),
+    (Continued, "forward bypasses an addition if self.training", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
     (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
     (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
@@ -315,6 +362,36 @@ class Returning(Bypassing):
         return x + self.g(f)
 
 
+class Ordinary(Bypassing):
+    """A block with all statements that may have sides, in which no call bypasses an addition."""
+
+    def forward(self, x):
+        if self.training:
+            if self.drop:
+                return x
+            if x.ndim != 3:
+                raise ValueError("not tokens")
+            y = self.norm(x)
+        else:
+            y = x
+        try:
+            f = self.f(y)
+        except RuntimeError:
+            f = self.g(y)
+        match self.keep:
+            case 0.5:
+                x = x + f
+            case _:
+                x = x + self.g(f)
+        for branch in (self.f, self.g):
+            if torch.rand(()) > self.keep:
+                continue
+            x = x + branch(x)
+            if x.isnan().any():
+                return x
+        return x
+
+
 def test_a_copy_that_was_assigned_again_is_a_branch():
     timm_ortho.register_block(NotSwapped, stream="x", kinds=("attention", "mlp"))
     for block, stream in ((Swapped, "shortcut"), (SwappedInPlace, "identity"), (SwappedPair, "r")):
@@ -322,10 +399,11 @@ def test_a_copy_that_was_assigned_again_is_a_branch():
 
 
 @pytest.mark.parametrize(("block", "arguments"), [
-    (Configured, dict(stream="x")), (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")),
-    (Optional, dict(stream=[("shortcut", "x")])), (Called, dict(stream="x", method="ends"))])
+    (Configured, dict(stream="x")), (Ordinary, dict(stream="x", kinds=("attention", "mlp", "branch"))),
+    (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
+    (Called, dict(stream="x", method="ends"))])
 def test_these_calls_bypass_no_addition(block, arguments):
-    timm_ortho.register_block(block, kinds=("mlp",), **arguments)
+    timm_ortho.register_block(block, **{"kinds": ("mlp",), **arguments})
 
 
 def test_no_block_of_timm_bypasses_its_additions():
