@@ -170,7 +170,8 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the image preprocessing that a run's options set, completed from the model's configuration."""
-    config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
+    requested = {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None}
+    config = data_config(model, requested, options.get("in_chans") or requested.get("input_size", (None,))[0])
     channels, *size = config["input_size"]
     cfg: Any = model.pretrained_cfg
     if cfg.get("fixed_input_size"):
