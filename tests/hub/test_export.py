@@ -272,10 +272,11 @@ def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
 
 @pytest.mark.parametrize(("module", "line"), [
     ("mine", "import mine  # the author's own module"),
-    ("__main__", "# run here the author's code that registers the connection 'clipped'")])
+    ("__main__", "# run here the author's code that registers the connection 'clipped'"),
+    (None, "# run here the author's code that registers the connection 'clipped'")])  # a partial has no module
 def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypatch, module, line):
-    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module})
-    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped)
+    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module or "mine"})
+    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped if module else partial(clipped))
     card = str(hub.export(tiny(connection="clipped"), tmp_path / "out", "me/model"))
     assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
 
