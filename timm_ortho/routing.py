@@ -248,7 +248,9 @@ class _Router(ast.NodeTransformer):
         self.streams = {stream for expected in sums for stream in expected.normalized}
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
+        self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
         self.local = _locals(function.__code__) - {self.instance}
+        self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
         self.conditions: List[ast.expr] = []  # conditions of the present path
@@ -260,6 +262,17 @@ class _Router(ast.NodeTransformer):
         self.problem = ""
 
     # ------------------------------------------------------------------------------------- additions
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        for target in node.targets:
+            for inner in ast.walk(target):
+                self.copies.pop(getattr(inner, "id", ""), None)
+            is_pair = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=False) if is_pair else [(target, node.value)]
+            self.copies.update((name.id, value.id) for name, value in pairs
+                               if isinstance(name, ast.Name) and isinstance(value, ast.Name))
+        return node
+
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
         return self.generic_visit(node) if call is None else call
@@ -268,6 +281,7 @@ class _Router(ast.NodeTransformer):
         call = None
         if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
             call = self._call(node, ast.Name(node.target.id, ast.Load()), node.value)
+            self.copies.pop(node.target.id, None)
         return self.generic_visit(node) if call is None else ast.copy_location(ast.Assign([node.target], call), node)
 
     def _call(self, node: ast.AST, left: ast.expr, right: ast.expr) -> Optional[ast.Call]:
@@ -290,6 +304,10 @@ class _Router(ast.NodeTransformer):
         branch_first = self.branch_first[number] = sources[0] not in expected.normalized
         if branch_first and sources[1] not in expected.normalized:
             self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
+        added, other = reversed(sources) if branch_first else sources
+        origin = self.copies.get(other)
+        if origin in (added, self.argument) and self.copies.get(added) != origin:
+            self.problem += f"; in {self.matched[-1]!r}, {other!r} is a copy of {origin!r}: pass stream={other!r}"
         self.paths[number].append(tuple(self._known_conditions()))
         if expected.connection is None:
             return None
