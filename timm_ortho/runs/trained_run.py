@@ -126,7 +126,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         overrides: Arguments of the model that replace the run's arguments.
 
     Raises:
-        RunError: The weights do not fit the model.
+        RunError: The model cannot be built, or the weights do not fit it.
         UserError: The options could run code, see :func:`timm_ortho.runs.folders.check_options`.
     """
     options = run.options
@@ -139,7 +139,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise RunError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
+        raise RunError(f"the model '{name}' cannot be built with the arguments and weights of {run.path}: "
                        f"{error_text(error)}") from None
     return model.eval()
 
