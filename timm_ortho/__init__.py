@@ -19,6 +19,7 @@ from .hub import pull
 from .hub_client.errors import WeightsError
 from .model_sites import Site, sites
 from .models import paper, skip_networks, variants  # registers the models
+from .models.variants import register_variants
 from .routing import RoutingError
 from .skips import SKIPS, Skip, create_skip, register_skip
 from .skips.rewrites import SkipRewriteError, absorb, diagonalise
@@ -30,5 +31,6 @@ __all__ = [
     "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "SkipRewriteError", "UnsupportedModelError",
     "WeightsError", "absorb", "connect", "connection_arguments", "create_connection", "create_skip", "decompose",
     "diagonalise", "disconnect", "hub", "not_residual", "paper", "pull", "record", "register_block",
-    "register_connection", "register_skip", "representation", "residual_update", "sites", "skip_networks", "variants",
+    "register_connection", "register_skip", "register_variants", "representation", "residual_update", "sites",
+    "skip_networks", "variants",
 ]

@@ -36,6 +36,7 @@ import ast
 import inspect
 import linecache
 import re
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
 
@@ -248,7 +249,9 @@ class _Router(ast.NodeTransformer):
         self.streams = {stream for expected in sums for stream in expected.normalized}
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
+        self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
         self.local = _locals(function.__code__) - {self.instance}
+        self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
         self.conditions: List[ast.expr] = []  # conditions of the present path
@@ -260,6 +263,18 @@ class _Router(ast.NodeTransformer):
         self.problem = ""
 
     # ------------------------------------------------------------------------------------- additions
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        for target in node.targets:
+            for inner in ast.walk(target):
+                self.copies.pop(getattr(inner, "id", ""), None)
+            pairs: Any = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=False)
+            self.copies.update((name.id, value.id) for name, value in pairs
+                               if isinstance(name, ast.Name) and isinstance(value, ast.Name))
+        return node
+
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
         return self.generic_visit(node) if call is None else call
@@ -268,6 +283,7 @@ class _Router(ast.NodeTransformer):
         call = None
         if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
             call = self._call(node, ast.Name(node.target.id, ast.Load()), node.value)
+            self.copies.pop(node.target.id, None)
         return self.generic_visit(node) if call is None else ast.copy_location(ast.Assign([node.target], call), node)
 
     def _call(self, node: ast.AST, left: ast.expr, right: ast.expr) -> Optional[ast.Call]:
@@ -290,6 +306,10 @@ class _Router(ast.NodeTransformer):
         branch_first = self.branch_first[number] = sources[0] not in expected.normalized
         if branch_first and sources[1] not in expected.normalized:
             self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
+        added, other = reversed(sources) if branch_first else sources
+        origin = self.copies.get(other)
+        if origin in (added, self.argument) and self.copies.get(added) != origin:
+            self.problem += f"; in {self.matched[-1]!r}, {other!r} is a copy of {origin!r}: pass stream={other!r}"
         self.paths[number].append(tuple(self._known_conditions()))
         if expected.connection is None:
             return None
@@ -371,7 +391,8 @@ class _Router(ast.NodeTransformer):
 class _Bypass:
     """Find a condition under which a call leaves out a connection, such as ``self.training``.
 
-    The two sides of an ``if`` are compared. The statements after a side that returns belong to the other side.
+    The sides of a statement are compared, such as the two sides of an ``if``, see :func:`_sides`. If a side may return,
+    the statements that follow belong to both sides.
 
     Args:
         function: The method.
@@ -397,43 +418,52 @@ class _Bypass:
         return self.found
 
     def _count(self, nodes: Sequence[ast.AST]) -> int:
-        """Return the number of connections that a call reaches in these nodes, on the side with the most calls."""
+        """Return the number of connections that a call reaches in these nodes, on the path with the most calls."""
         count = 0
         for index, node in enumerate(nodes):
-            if isinstance(node, ast.If):
-                then, otherwise, rest = node.body, node.orelse, list(nodes[index + 1:])
-                if _leaves(then):
-                    return count + self._count([node.test]) + self._larger(node.test, then, otherwise + rest)
-                if _leaves(otherwise):
-                    return count + self._count([node.test]) + self._larger(node.test, then + rest, otherwise)
-                count += self._count([node.test]) + self._larger(node.test, then, otherwise)
-            elif isinstance(node, ast.IfExp):
-                count += self._larger(node.test, [node.body], [node.orelse])
-            elif isinstance(node, (ast.With, ast.Try)):  # a side that returns may be inside its body
-                return count + self._count([*ast.iter_child_nodes(node), *nodes[index + 1:]])
+            inner = list(ast.iter_child_nodes(node))
+            if isinstance(node, _LEAVING):
+                return count + self._count(inner)
+            tests, *sides = _sides(node)
+            leaves = any(map(_leaves, sides)) or any(
+                isinstance(each, _RETURNING) for side in sides for top in side for each in ast.walk(top))
+            rest = nodes[index + 1:] if leaves else []
+            if len(sides) > 1:
+                count += self._count(tests) + max(
+                    self._larger(node, tests[0], pair, rest) for pair in pairwise(sides))
+            elif sides:
+                count += self._count([*tests, *sides[0], *rest])
             else:
-                count += self.is_call(node) + self._count(list(ast.iter_child_nodes(node)))
+                count += self.is_call(node) + self._count(inner)
+            if leaves:
+                return count
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.assigned.add(node.id)
         return count
 
-    def _larger(self, test: ast.expr, then: Sequence[ast.AST], otherwise: Sequence[ast.AST]) -> int:
-        changes = [self._changes(side) for side in (then, otherwise)]
-        counts = [self._count(side) for side in (then, otherwise)]
+    def _larger(self, node: ast.AST, test: Any, sides: Sequence[Sequence[ast.AST]], rest: Sequence[ast.AST]) -> int:
+        """Compare two sides of a statement. ``rest`` follows a side that does not return."""
+        only = rest if any(map(_leaves, sides)) else ()  # otherwise, both sides continue with the rest
+        changes = [self._changes([*side, *only]) for side in sides]
+        counts = [self._count([*side, *rest]) for side in sides]
         fewer = counts.index(min(counts))
         may_differ = self.sides_differ and min(counts) > 0
-        if counts[0] != counts[1] and changes[fewer] and not may_differ and not _is_fixed(test, self.local):
+        is_fixed = isinstance(node, (ast.If, ast.IfExp)) and _is_fixed(test, self.local)
+        if counts[0] != counts[1] and changes[fewer] and not may_differ and not is_fixed:
             self.found = self.found or ast.unparse(_negated(test) if fewer else test)
         return max(counts)
 
     def _changes(self, side: Sequence[ast.AST]) -> bool:
-        """Return whether one side of an ``if`` changes the stream other than by connections, and does not raise."""
-        return not (side and isinstance(side[-1], ast.Raise)) and not all(map(self._keeps, side))
+        """Return whether one side of a statement changes the stream other than by connections, and does not raise."""
+        end = next((index for index, node in enumerate(side) if isinstance(node, _LEAVING)), len(side))
+        if end < len(side) and isinstance(side[end], ast.Raise):
+            return False
+        return not all(map(self._keeps, side[:end + 1]))
 
     def _keeps(self, node: ast.AST) -> bool:
         """Return whether a statement assigns or returns the stream or the sum, or an expression is one of them."""
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)) else node
-        return value is None or isinstance(value, ast.Pass) or self.is_call(value) or (
+        return value is None or isinstance(value, (ast.Pass, ast.Continue, ast.Break)) or self.is_call(value) or (
             ast.unparse(value) in self.streams | (self.arguments - self.assigned))
 
 
@@ -560,12 +590,38 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
         return True
 
 
+_RETURNING = (ast.Return, ast.Continue, ast.Break)
+_LEAVING = (*_RETURNING, ast.Raise)
+
+
+def _sides(node: ast.AST) -> List[Sequence[ast.AST]]:
+    """Return the expressions that select one side of a statement, and the sides; only ``[[]]`` for other nodes."""
+    if isinstance(node, ast.If):
+        return [[node.test], node.body, node.orelse]
+    if isinstance(node, ast.IfExp):
+        return [[node.test], [node.body], [node.orelse]]
+    if isinstance(node, (ast.For, ast.While)):
+        expressions = [node.test] if isinstance(node, ast.While) else [node.iter, node.target]
+        return [expressions, [*node.body, *node.orelse], node.orelse]
+    if isinstance(node, ast.With):
+        return [node.items, node.body]
+    if isinstance(node, ast.Try):
+        types = [handler.type or ast.Name("BaseException", ast.Load()) for handler in node.handlers]
+        body = [*node.body, *node.orelse, *node.finalbody]
+        return [types, *([*handler.body, *node.finalbody] for handler in node.handlers), body]
+    if isinstance(node, ast.Match):
+        last = node.cases[-1]
+        is_complete = last.guard is None and isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
+        return [[node.subject], *(case.body for case in node.cases), *([] if is_complete else [[]])]
+    return [[]]
+
+
 def _leaves(statements: Sequence[ast.AST]) -> bool:
-    """Return whether these statements end with a return or raise."""
+    """Return whether these statements end with a return or raise, or leave an iteration of a loop."""
     last = statements[-1] if statements else None
     if isinstance(last, (ast.With, ast.Try)):
         return _leaves(last.body) and all(_leaves(handler.body) for handler in getattr(last, "handlers", ()))
-    return isinstance(last, (ast.Return, ast.Raise)) or (
+    return isinstance(last, _LEAVING) or (
         isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse))
 
 

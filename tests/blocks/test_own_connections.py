@@ -2,8 +2,12 @@
 import copy
 import json
 import multiprocessing
+import os
 import re
 import runpy
+import subprocess
+import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -37,18 +41,66 @@ class Clipped(Connection):
         return x + orthogonal + parallel * (limit / length(parallel).clamp_min(self.eps)).clamp(max=1.0)
 
 
-def test_the_examples_of_the_page(tmp_path):
+def write_examples(path, first, *others):
+    """Write examples of the page into a module."""
     page = ROOT / "docs" / "own_blocks.md"
     if not page.exists():
         pytest.skip("requires a checkout of the repository")
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[:2]
-    (tmp_path / "mine.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples]))
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    path.write_text("\n".join(examples[number] for number in (first, *others)))
+
+
+def test_the_examples_of_the_page(tmp_path):
+    write_examples(tmp_path / "mine.py", 0, 1)
     names = runpy.run_path(str(tmp_path / "mine.py"))
     assert {type(site.connection).__name__ for site in sites(names["model"])} == {"Clipped"}
     block = timm_ortho.connect(names["MyBlock"](64), "feature")
     assert [site.kind for site in sites(block)] == ["mlp"]
     x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
     torch.testing.assert_close(names["Clipped"]()(x, f).double(), clipped_in_float64(x, f), rtol=1e-5, atol=1e-6)
+
+
+USE = """
+import my_module, timm, timm_ortho
+for name, connection in (("my_net_ortho", "FeatureConnection"), ("my_net_orthog", "GlobalConnection")):
+    model = timm.create_model(name, depth=3, num_classes=7, in_chans=1)
+    assert [type(site.connection).__name__ for site in timm_ortho.sites(model)] == [connection] * 3
+timm_ortho.hub.export(model, "exported", "me/my-net")
+again = timm_ortho.pull("local-dir:exported")
+assert (len(timm_ortho.sites(again)), again.num_classes) == (3, 7)
+timm_ortho.register_variants("my_net")  # again, as in a notebook
+assert timm.create_model("my_net").blocks[0].__class__ is my_module.MyBlock  # the architecture itself is unchanged
+try:
+    timm_ortho.register_variants("my_nett")
+except ValueError as error:
+    assert "timm has no architecture 'my_nett' with a configuration" in str(error)
+else:
+    raise AssertionError
+"""
+COMPARE = """
+import sys
+from timm_ortho import cli
+options = dict(model="my_net", device_modules="my_module", dataset="digits", epochs=1, seeds=1, output="out")
+arguments = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
+assert cli.main(["compare", "--connections", "linear", "feature", "--model-kwargs", "depth=1", *arguments]) == 0
+cli.main(["push", "out/feature-seed0", "me/my-net", "--dry-run", "--device-modules", "my_module", "--output", "pushed"])
+"""
+
+
+@pytest.mark.parametrize("code", [
+    pytest.param(USE, id="use"), pytest.param(COMPARE, id="compare", marks=pytest.mark.slow)])
+def test_an_architecture_of_the_page_has_variants(tmp_path, code):
+    """The names stay registered, so this test uses a new process."""
+    write_examples(tmp_path / "my_module.py", 0, 2)
+    script = f"if __name__ == '__main__':{textwrap.indent(code, '    ')}"  # the forkserver imports the script
+    (tmp_path / "script.py").write_text(script)
+    path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if code is COMPARE:
+        config = json.loads((tmp_path / "pushed" / "config.json").read_text())
+        assert config["architecture"].startswith("my_net_ortho.")
 
 
 def clipped_in_float64(x, f, tau=0.1, kappa=0.5):

@@ -225,6 +225,48 @@ class Tried(Bypassing):
         return x + self.f(x)
 
 
+class ReturnedInHandler(Bypassing):
+    def forward(self, x):
+        try:
+            return self.g(x)
+        except RuntimeError:
+            return x + self.f(x)
+
+
+class ReturnedInside(Bypassing):
+    def forward(self, x):
+        if x.ndim == 3:
+            if self.training:
+                return self.g(x)
+            x = self.norm(x)
+        return x + self.f(x)
+
+
+class Matched(Bypassing):
+    def forward(self, x):
+        match self.drop:
+            case 0.5:
+                return self.g(x)
+        return x + self.f(x)
+
+
+class WhileTraining(Bypassing):
+    def forward(self, x):
+        while self.training:
+            return self.g(x)
+        return x + self.f(x)
+
+
+class Continued(Bypassing):
+    def forward(self, x):
+        for branch in (self.f, self.g):
+            if self.training:
+                x = branch(x)
+                continue
+            x = x + branch(x)
+        return x
+
+
 class ReturnedInContext(Bypassing):
     def forward(self, x):
         if self.training:
@@ -242,6 +284,11 @@ class ReturnedInContext(Bypassing):
     (InContext, "forward bypasses an addition if self.training", {}),
     (ReturnedInContext, "forward bypasses an addition if self.training", {}),
     (Tried, "forward bypasses an addition if self.training", {}),
+    (ReturnedInHandler, "forward bypasses an addition if not RuntimeError", {}),
+    (ReturnedInside, "forward bypasses an addition if self.training", {}),
+    (Matched, "forward bypasses an addition if self.drop", {}),
+    (WhileTraining, "forward bypasses an addition if self.training", {}),
+    (Continued, "forward bypasses an addition if self.training", {}),
     (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
     (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
     (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
@@ -315,11 +362,48 @@ class Returning(Bypassing):
         return x + self.g(f)
 
 
+class Ordinary(Bypassing):
+    """A block with all statements that may have sides, in which no call bypasses an addition."""
+
+    def forward(self, x):
+        if self.training:
+            if self.drop:
+                return x
+            if x.ndim != 3:
+                raise ValueError("not tokens")
+            y = self.norm(x)
+        else:
+            y = x
+        try:
+            f = self.f(y)
+        except RuntimeError:
+            f = self.g(y)
+        match self.keep:
+            case 0.5:
+                x = x + f
+            case _:
+                x = x + self.g(f)
+        for branch in (self.f, self.g):
+            if torch.rand(()) > self.keep:
+                continue
+            x = x + branch(x)
+            if x.isnan().any():
+                return x
+        return x
+
+
+def test_a_copy_that_was_assigned_again_is_a_branch():
+    timm_ortho.register_block(NotSwapped, stream="x", kinds=("attention", "mlp"))
+    for block, stream in ((Swapped, "shortcut"), (SwappedInPlace, "identity"), (SwappedPair, "r")):
+        timm_ortho.register_block(block, stream=stream, kinds=("mlp",))
+
+
 @pytest.mark.parametrize(("block", "arguments"), [
-    (Configured, dict(stream="x")), (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")),
-    (Optional, dict(stream=[("shortcut", "x")])), (Called, dict(stream="x", method="ends"))])
+    (Configured, dict(stream="x")), (Ordinary, dict(stream="x", kinds=("attention", "mlp", "branch"))),
+    (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
+    (Called, dict(stream="x", method="ends"))])
 def test_these_calls_bypass_no_addition(block, arguments):
-    timm_ortho.register_block(block, kinds=("mlp",), **arguments)
+    timm_ortho.register_block(block, **{"kinds": ("mlp",), **arguments})
 
 
 def test_no_block_of_timm_bypasses_its_additions():
@@ -487,6 +571,41 @@ class Wrong(nn.Module):
         return y + x.exp()
 
 
+class Swapped(Bypassing):
+    """A block whose stream is not `x` at the addition."""
+
+    def forward(self, x):
+        shortcut = x
+        x = self.f(x)
+        return shortcut + x
+
+
+class SwappedInPlace(Bypassing):
+    def forward(self, x):
+        identity = x
+        out = self.f(x)
+        out += identity
+        return out
+
+
+class SwappedPair(Bypassing):
+    def forward(self, x):
+        r, x = x, self.f(x)
+        return x + r
+
+
+class NotSwapped(Bypassing):
+    """A block whose branch was once a copy of the stream."""
+
+    def forward(self, x):
+        y = x
+        y = self.f(y)
+        x = x + y
+        y = x
+        y, _ = self.g(y), None
+        return x + y
+
+
 class Twice(MyBlock):
     def forward(self, x):
         return x + self.f(x) + self.g(x)
@@ -554,8 +673,8 @@ def enclosed():
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
      RoutingError, "the source of forward cannot be read: .*; define the class in a file"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention"), dim=1), ValueError,
-     r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, or "
-     "register a subclass$"),
+     r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, "
+     "define the class again, or register a subclass$"),
     (timm.models.xcit.ClassAttentionBlock, dict(stream=("x", "x_res"), kinds=("attention", "mlp")), ValueError,
      "ClassAttentionBlock is already registered with another description: connect without"),
     (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
@@ -564,6 +683,11 @@ def enclosed():
     (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp"), mask=""), RoutingError,
      "a fused operation"),
     (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"last summand of .*self.g\(x\)' would stay linear"),
+    (Swapped, dict(stream="x", kinds=("mlp",)), RoutingError,
+     r"found 1 \(shortcut \+ x\); in 'shortcut \+ x', 'shortcut' is a copy of 'x': pass stream='shortcut'$"),
+    (SwappedInPlace, dict(stream="out", kinds=("mlp",)), RoutingError,
+     r"in 'out \+= identity', 'identity' is a copy of 'x': pass stream='identity'$"),
+    (SwappedPair, dict(stream="x", kinds=("mlp",)), RoutingError, "'r' is a copy of 'x': pass stream='r'$"),
     (Static, dict(stream="x", kinds=("mlp",), method="add"), RoutingError, "add is a static or class method"),
     (Lambda, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
     (Tagged, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: TypeError"),

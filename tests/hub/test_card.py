@@ -30,6 +30,10 @@ CONFIG = {
 SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
 
 
+def connected(**arguments):
+    return replace(SUBJECT, config={**CONFIG, "model_args": arguments})
+
+
 @pytest.fixture
 def copied(grid, tmp_path):
     return shutil.copytree(grid, tmp_path / "compared")
@@ -154,6 +158,19 @@ def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, note):
     assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
 
 
+@pytest.mark.parametrize(("options", "ema", "measured"), [
+    ({}, True, None), ({}, False, "EMA"), ({"model_ema_force_cpu": True}, True, "plain")])
+def test_metrics_of_other_weights_are_marked(tmp_path, options, ema, measured):
+    run = CheckpointRun(timm_run(tmp_path / "run", ema=True, **options), ema)
+    run.card = CardValues(top1={0: 50.0, 1: 60.0})
+    card = model_card(SUBJECT, run)
+    name = f"top-1 of the {measured} weights after the last epoch" if measured else "top-1 after the last epoch"
+    assert figures(card)[f"{name}, mean over seeds, %"][0] == 55
+    assert section(card, "Results").count(f"| {name}, % (") == 2
+    marked = f"All validation metrics on this card are of the {measured} weights." in section(card, "Results")
+    assert marked is (measured is not None)
+
+
 def test_without_a_history_there_are_no_metrics(tmp_path):
     folder = timm_run(tmp_path / "run")
     (folder / "summary.csv").unlink()
@@ -273,10 +290,11 @@ def test_made_with_has_no_empty_values_and_no_host(tmp_path):
 
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_a_connection_is_described_by_its_docstring(name):
-    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": name}})))
+    text = str(model_card(connected(connection=name)))
     first = CONNECTIONS[name].__doc__.splitlines()[0]
     assert first.endswith(".")
     assert f"| connection | {name}. {first} |\n" in text
+    assert "its author" not in section(text, "Model")
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -287,13 +305,43 @@ def test_a_connection_is_described_by_its_docstring(name):
 ])
 def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
     monkeypatch.setitem(CONNECTIONS, "mine", make)
-    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": "mine"}})))
+    text = str(model_card(connected(connection="mine")))
     assert f"| connection | {words} |\n" in text
 
 
+ADDS = "A residual block adds its branch output f to the stream x"
+ORTHOGONAL = (f"{ADDS}. An orthogonal connection adds only the part of f that is orthogonal to x: y = x + f - s x with "
+              "s = <x, f> / (|x|² + eps).")
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    ({}, ""),
+    ({"connection": "linear"}, f"{ADDS}: y = x + f."),
+    ({"connection": "linear", "skip": "scaled"},
+     f"{ADDS}: y = x + f. P x replaces x, where P is the transform of the stream."),
+    ({"connection": "feature"}, ORTHOGONAL),
+    ({"connection": "global", "connection_layers": [0]},
+     f"{ORTHOGONAL} Blocks outside `connection_layers` are linear: y = x + f."),
+    ({"connection": "feature", "connection_prob": 0.5, "connection_groups": "heads", "connection_kinds": ["attention"]},
+     f"{ORTHOGONAL} In training, this form has the probability pi = `connection_prob`. In evaluation, y = x + f - pi s "
+     "x. The channels are divided into equal groups, each with its own s. Branches outside `connection_kinds` are "
+     "linear: y = x + f."),
+    ({"connection": "hybrid"},
+     f"{ADDS}. A hybrid connection learns the weights of the parts of f parallel and orthogonal to x: y = x + rho "
+     "sin(theta) s x + rho cos(theta) (f - s x) with s = <x, f> / (|x|² + eps)."),
+    ({"connection": "mine", "connection_prob": 0.5}, "The connection `mine` combines the branch output f of a residual "
+     "block with the stream x. Its code is in the author's module."),
+])
+def test_a_card_states_what_its_model_computes(monkeypatch, arguments, text):
+    monkeypatch.setitem(CONNECTIONS, "mine", FeatureConnection)
+    card = model_card(connected(**arguments))
+    after_the_table = section(card, "Model").rpartition("|\n")[2]
+    assert " ".join(after_the_table.split()) == text
+    assert ("orthogonal-residual" in card.data.tags) is (arguments.get("connection") in ("feature", "global", "hybrid"))
+
+
 def test_a_transform_of_the_stream_is_described():
-    config = {**CONFIG, "model_args": {"connection": "linear", "skip": "idempotent_mr", "skip_rank": 4}}
-    text = str(model_card(replace(SUBJECT, config=config)))
+    text = str(model_card(connected(connection="linear", skip="idempotent_mr", skip_rank=4)))
     assert "| transform of the stream | idempotent_mr: the mean of the branches (Idempotent-MR) |\n" in text
     assert "| `skip_rank` | `4` |\n" in text
 

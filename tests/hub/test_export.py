@@ -4,6 +4,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import timm_ortho
 from timm_ortho import cli, connections, hub
-from timm_ortho.hub import PublishError
+from timm_ortho.hub import PublishError, repository
+from timm_ortho.skips import SKIPS
 from timm_ortho.weights import checks
 
 SECRET = "hf_" + "0123456789abcdef" * 2
@@ -270,11 +272,48 @@ def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
 
 @pytest.mark.parametrize(("module", "line"), [
     ("mine", "import mine  # the author's own module"),
-    ("__main__", "# run here the author's code that registers the connection 'clipped'")])
+    ("__main__", "# run here the author's code that registers the connection 'clipped'"),
+    (None, "# run here the author's code that registers the connection 'clipped'")])  # a partial has no module
 def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypatch, module, line):
-    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module})
-    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped)
+    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module or "mine"})
+    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped if module else partial(clipped))
     card = str(hub.export(tiny(connection="clipped"), tmp_path / "out", "me/model"))
+    assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
+
+
+@pytest.mark.parametrize(("arguments", "imported"), [
+    ({"connection": "feature"}, []),
+    ({"connection": "linear", "skip": "scaled"}, []),
+    ({"connection": "mine"}, ["author"]),
+    ({"connection": "linear", "skip": "turned"}, ["plugin.all"]),
+    ({"connection": "mine", "skip": "turned"}, ["author", "plugin.all"]),
+    ({"connection": "bound"}, ["author", "plugin.all"]),  # its definition has no module
+])
+def test_the_card_of_a_run_imports_only_the_modules_of_its_model(tmp_path, monkeypatch, arguments, imported):
+    mine = type("Mine", (timm_ortho.FeatureConnection,), {"__module__": "author.connections"})
+    turned = type("Turned", (torch.nn.Identity,), {
+        "__module__": "plugin.skips", "__init__": lambda self, width, dim: torch.nn.Identity.__init__(self)})
+    monkeypatch.setitem(connections.CONNECTIONS, "mine", mine)
+    monkeypatch.setitem(connections.CONNECTIONS, "bound", partial(mine, prob=0.5))
+    monkeypatch.setitem(SKIPS, "turned", ("the unchanged stream", turned))
+    for module in ("author", "plugin.all"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    folder = timm_run(tmp_path / "run", epochs=1, model_kwargs={**TINY, **arguments},
+                      device_modules=["timm_ortho", "author", "plugin.all"])
+    card = str(hub.export(folder, tmp_path / "out", "me/model"))
+    lines = "".join(f"\nimport {module}  # the author's own module" for module in imported)
+    assert card.count(f"\nimport timm_ortho  # registers the architecture{lines}\n") == 2
+    assert card.count("own module\n") == 2 * len(imported)
+
+
+@pytest.mark.parametrize(("home", "line"), [
+    ("mine", "import mine  # the author's own module"),
+    ("timm.models.new", "# run here the author's code that registers the architecture 'test_vit_ortho'")])
+def test_the_module_of_a_registered_architecture_is_on_the_card(tmp_path, monkeypatch, home, line):
+    """The package has no variants of this architecture before its author calls `register_variants`."""
+    monkeypatch.setattr(repository, "bases", list)
+    monkeypatch.setattr(timm.model_entrypoint("test_vit"), "__module__", home)
+    card = str(hub.export(timm.create_model("test_vit_ortho"), tmp_path / "out", "me/model"))
     assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
 
 

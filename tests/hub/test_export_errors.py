@@ -9,10 +9,10 @@ import timm
 import torch
 from helpers.exported import tiny
 from helpers.tiny_study import one_run
-from helpers.trained_runs import timm_run
+from helpers.trained_runs import TINY, timm_run
 
 import timm_ortho
-from timm_ortho import arguments, connections, hub
+from timm_ortho import connections, hub
 from timm_ortho.hub import PublishError
 from timm_ortho.hub_client.errors import WeightsError
 
@@ -60,9 +60,15 @@ def test_weights_of_another_model(tmp_path):
     folder = timm_run(tmp_path / "run")
     args = (folder / "args.yaml").read_text()
     (folder / "args.yaml").write_text(args.replace("depth: 2", "depth: 3"))
-    assert "do not fit the model 'vit_small_ortho' that its arguments describe" in message(folder, tmp_path / "out")
+    path = folder / "last.pth.tar"
+    refused = "the model '{}' cannot be built with the arguments and weights of {}: {}".format
+    missing = "Error(s) in loading state_dict for PaperVisionTransformer"
+    assert refused("vit_small_ortho", path, missing) in message(folder, tmp_path / "out")
     (folder / "args.yaml").write_text(args.replace("model: vit_small_ortho", "model: vit_smalll"))
-    assert "'vit_smalll' that its arguments describe: Unknown model (vit_smalll)" in message(folder, tmp_path / "out")
+    assert refused("vit_smalll", path, "Unknown model (vit_smalll)") in message(folder, tmp_path / "out")
+    (folder / "args.yaml").write_text(args.replace("depth: 2", "checkpoint_path: X"))
+    unusable = "timm.models._factory.create_model() got multiple values for keyword argument 'checkpoint_path'"
+    assert refused("vit_small_ortho", path, unusable) in message(folder, tmp_path / "out")
 
 
 def test_other_wrong_arguments(tmp_path):
@@ -121,14 +127,13 @@ def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch
     (tmp_path / "published.py").write_text(
         "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
         "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
-    monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
-    monkeypatch.setattr(arguments, "CONNECTIONS", before)
+    monkeypatch.setitem(connections.CONNECTIONS, "mine", None)  # pytest removes the entry after the test
     folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
     assert "names the module 'published', whose code would run: if you trust it, name it too" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("published")
-    for run in (folder, timm_run(tmp_path / "text", device_modules="published")):  # train.py stores a list
-        card = str(hub.export(run, tmp_path / "out", "me/model"))
+    for modules in (["timm_ortho", "published"], "published"):  # train.py stores a list
+        folder = timm_run(tmp_path / str(modules), device_modules=modules, model_kwargs={**TINY, "connection": "mine"})
+        card = str(hub.export(folder, tmp_path / "out", "me/model"))
         assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2
-    assert "mine" in before

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from helpers.pickles import never_unpickled
 from helpers.tiny_study import compared, planned, read, request, switching, trained, written
@@ -16,7 +17,7 @@ from timm_ortho import cli, sites
 from timm_ortho._text import UserError
 from timm_ortho.lab import commands as study
 from timm_ortho.runs.folders import class_names, read_history
-from timm_ortho.runs.trained_run import CheckpointRun, RunError, run_model
+from timm_ortho.runs.trained_run import CheckpointRun, RunError, image_config, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -194,3 +195,11 @@ def test_a_damaged_card(copied, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(RunError, match=r"card.json cannot be read \(\w+: .*remove it if timm-ortho did not write it"):
         CheckpointRun(copied / "feature-seed0")
+
+
+def test_the_options_set_the_channels_of_a_model_whose_configuration_names_no_convolution():
+    model = timm.create_model("resnet18_ortho", in_chans=1)
+    model.pretrained_cfg = {**model.pretrained_cfg, "first_conv": None}
+    options = {"in_chans": 1, "input_size": [1, 32, 32], "mean": [0.3], "std": [0.4]}
+    config = image_config(model, options)
+    assert (config["input_size"], config["mean"], config["std"]) == ((1, 32, 32), (0.3,), (0.4,))

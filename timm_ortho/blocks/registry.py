@@ -127,7 +127,7 @@ def register_block(
         differing = [f"{field}={getattr(known, field)!r}" for field in signature(register_block).parameters
                      if getattr(known, field, None) != getattr(spec, field, None)]
         raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
-                         "without registering it again, or register a subclass")
+                         "without registering it again, define the class again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
     if not bypass:
         _check_bypass(cast(type, block), spec)

@@ -41,6 +41,28 @@ DATASETS = {
 CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
              Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
 
+# built-in connection -> the update of a residual block
+_ADDS = "A residual block adds its branch output f to the stream x"
+_COEFFICIENT = "s = <x, f> / (|x|² + eps)"
+_ORTHOGONAL = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
+               f"orthogonal to x: y = x + f - s x with {_COEFFICIENT}.")
+UPDATES = {
+    "linear": f"{_ADDS}: y = x + f.",
+    "feature": _ORTHOGONAL,
+    "global": _ORTHOGONAL,
+    "hybrid": f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
+              f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_COEFFICIENT}.",
+}
+# argument of the model -> its effect on the update
+_EFFECTS = {
+    "connection_prob": "In training, this form has the probability pi = `connection_prob`. In evaluation, "
+                       "y = x + f - pi s x.",
+    "connection_groups": "The channels are divided into equal groups, each with its own s.",
+    "connection_layers": "Blocks outside `connection_layers` are linear: y = x + f.",
+    "connection_kinds": "Branches outside `connection_kinds` are linear: y = x + f.",
+    "skip": "P x replaces x, where P is the transform of the stream.",
+}
+
 # timm's options that the recipe table lists, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
     aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained seed""".split()
@@ -118,6 +140,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         repo_id=subject.repo_id,
         revision_argument=f', revision="{subject.revision}"' if subject.revision else "",
         facts=list(_facts(subject)),
+        update=_update(subject),
         dataset=_images(subject, run, "val_num_samples"),
         split=run.split if run else "",
         metrics=list(_metrics(run)) if run else [],
@@ -167,11 +190,12 @@ def _metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     dataset = _dataset(subject, run)
     title = _images(subject, run, "val_num_samples")
     results = list(_eval_results(run, title, dataset[1] or dataset[0])) if run else []
+    method = ["orthogonal-residual"] if subject.connection in UPDATES.keys() - {"linear"} else []
     return ModelCardData(
         library_name="timm",
         license=subject.license,
         pipeline_tag="image-classification",
-        tags=["image-classification", "timm", "timm-ortho", "orthogonal-residual", *subject.tags],
+        tags=["image-classification", "timm", "timm-ortho", *method, *subject.tags],
         datasets=[dataset[1]] if dataset[1] else None,
         base_model=subject.base_model,
         metrics=["accuracy"] if results else None,
@@ -197,7 +221,7 @@ def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
         if run.evaluated is not None and finite(run.evaluated.get(key)):
             yield result(name, run.evaluated[key])
     if run.top1_std is not None:
-        yield result("top-1 after the last epoch, mean over seeds, %", run.top1_mean,
+        yield result(f"{_final_top1(run)}, mean over seeds, %", run.top1_mean,
                      {"std": round(run.top1_std, 4), "seeds": list(run.card.top1)})
 
 
@@ -262,6 +286,24 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "classes", str(config["num_classes"])
 
 
+def _update(subject: Subject) -> str:
+    """Return what a residual block of the published model computes; empty for a model without connections."""
+    if not subject.connection:
+        return ""
+    if subject.connection not in UPDATES:
+        return (f"The connection `{subject.connection}` combines the branch output f of a residual block with the "
+                "stream x. Its code is in the author's module.")
+    effects = [text for name, text in _EFFECTS.items() if name in subject.config["model_args"]]
+    return "\n".join([UPDATES[subject.connection], *effects])
+
+
+def _final_top1(run: Run) -> str:
+    """Return the name of the top-1 after the last epoch, with the evaluated weights if the card describes others."""
+    if run.ema == run.evaluates_ema:
+        return "top-1 after the last epoch"
+    return f"top-1 of the {'EMA' if run.evaluates_ema else 'plain'} weights after the last epoch"
+
+
 def _metrics(run: Run) -> Iterator[tuple[str, str]]:
     row = run.evaluated or {}
     for key, name in _OF_WEIGHTS.items():
@@ -271,9 +313,9 @@ def _metrics(run: Run) -> Iterator[tuple[str, str]]:
         yield "loss of these weights", f"{row['eval_loss']:.4f}"
     if run.card.top1:
         spread = f" ± {run.top1_std:.2f}" if run.top1_std is not None else ""
-        yield "top-1 after the last epoch, % (mean ± standard deviation over seeds)", f"{run.top1_mean:.2f}{spread}"
+        yield f"{_final_top1(run)}, % (mean ± standard deviation over seeds)", f"{run.top1_mean:.2f}{spread}"
         by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.card.top1.items())
-        yield "top-1 after the last epoch, % (by seed)", by_seed
+        yield f"{_final_top1(run)}, % (by seed)", by_seed
 
 
 def _result_notes(run: Optional[Run]) -> list[str]:
@@ -285,7 +327,8 @@ def _result_notes(run: Optional[Run]) -> list[str]:
             "the run's files have no metrics for the epoch of these weights")
         if run.ema != run.evaluates_ema:
             measured, published = ("plain", "EMA") if run.ema else ("EMA", "plain")
-            reason = f"the run evaluated its {measured} weights, and these are its {published} weights"
+            reason = (f"the run evaluated its {measured} weights, and these are its {published} weights. All "
+                      f"validation metrics on this card are of the {measured} weights")
         notes.append(f"Not measured on these weights: {reason}.")
     if run.chosen_on_validation and run.evaluated is not None:
         last = run.history[-1]["epoch"]

@@ -17,7 +17,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
@@ -36,11 +35,14 @@ from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_client, check_repo_id, without_tokens
+from ..models import variants
 from ..models.build import IMPORT_TAG, creation_arguments
-from ..models.names import is_variant
+from ..models.coverage import bases
+from ..models.names import base_name, is_variant
 from ..models.variant_arguments import is_variant_argument, variant_argument
 from ..runs.folders import class_names, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
+from ..skips import SKIPS
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
 
@@ -222,7 +224,7 @@ class Publication:
             config=config,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             load=f"hf-hub:{self.repo_id}" + (f"@{revision}" if revision else ""),
-            imports=list(_imports(self.run, config)),
+            imports=list(dict.fromkeys(_imports(self.run, config))),
             repo_id=self.repo_id,
             revision=revision,
             license=license,
@@ -279,19 +281,37 @@ def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
 
 # -------------------------------------------------------------------------------------------- config.json
 def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
-    """Return lines of code that register the architecture and the connection, unless timm or timm_ortho does.
+    """Return lines of code that register the architecture, connection and skip, unless timm or timm_ortho does.
 
-    If the module with the author's code is unknown or is `__main__`, the line is a comment in place of an import.
+    The run's `device_modules` are the modules to import: those in the package of the definition, or else all. Without
+    them, the module of the definition is imported. If it is unknown or is `__main__`, the line is a comment.
     """
     own = own_modules(run.options.get("device_modules")) if run else []
-    connection = config["model_args"].get("connection", "linear")
-    make = CONNECTIONS[connection]
-    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # functools for a partial
-    for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
-        if module == "__main__":
-            yield f"# run here the author's code that registers the connection '{connection}'"
-        elif module.partition(".")[0] not in ("timm", "timm_ortho"):
-            yield f"import {module}  # the author's own module"
+    architecture, arguments = config["architecture"], config["model_args"]
+    connection, skip = arguments.get("connection", "linear"), arguments.get("skip", "identity")
+    homes = {
+        f"architecture '{architecture}'": _home(architecture),
+        f"connection '{connection}'": CONNECTIONS[connection].__module__,
+        f"skip '{skip}'": SKIPS[skip][1].__module__,
+    }
+    for registered, home in homes.items():
+        package = home.partition(".")[0]
+        if package in ("timm", "timm_ortho"):
+            continue
+        for module in [name for name in own if name.partition(".")[0] == package] or own or [home]:
+            if module in ("__main__", "functools"):  # functools for a partial
+                yield f"# run here the author's code that registers the {registered}"
+            else:
+                yield f"import {module}  # the author's own module"
+
+
+def _home(architecture: str) -> str:
+    """Return the module that registers an architecture; `__main__` if it is unknown."""
+    home, base = model_entrypoint(architecture).__module__, base_name(architecture)
+    if home != variants.__name__ or base in bases():
+        return home
+    home = model_entrypoint(base).__module__  # the author called register_variants
+    return "__main__" if home.partition(".")[0] == "timm" else home
 
 
 # Fields of a pretrained_cfg that describe the weights of the base model.

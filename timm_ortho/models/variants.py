@@ -11,7 +11,14 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any, Callable, Dict, FrozenSet
 
-from timm.models import build_model_with_cfg, get_pretrained_cfg, model_entrypoint, resolve_pretrained_cfg
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    get_pretrained_cfg,
+    is_model,
+    model_entrypoint,
+    resolve_pretrained_cfg,
+)
 from torch import nn
 
 from .build import create, register, unpretrained
@@ -82,21 +89,48 @@ def _builds(caller: FunctionType, name: str) -> bool:
     return build_model_with_cfg.__name__ in names or any(_builds(function, inner) for inner in names)
 
 
-def _register_variants() -> None:
+def register_variants(architecture: str) -> None:
+    """Register the variants ``<architecture>_ortho`` and ``<architecture>_orthog`` of your own architecture.
+
+    All commands and functions that take the name of a model then take these names: ``timm.create_model``,
+    ``train.py --device-modules``, ``timm-ortho compare``, ``timm_ortho.hub.push``. The variants of timm's architectures
+    are already registered. If variants are registered, the call has no effect.
+
+    Args:
+        architecture: Name under which ``timm.models.register_model`` registered the entry point. Its module needs
+            ``default_cfgs`` with this name. Classes of residual blocks that are not in timm need
+            :func:`timm_ortho.register_block`.
+
+    Raises:
+        ValueError: timm has no architecture or no configuration of this name.
+    """
+    cfg = get_pretrained_cfg(architecture)
+    if cfg is None:
+        raise ValueError(f"timm has no architecture {architecture!r} with a configuration: add the name to "
+                         "default_cfgs of the module, then register the entry point with timm.models.register_model")
+    if not is_model(f"{architecture}_ortho"):
+        _register(architecture, cfg)
+
+
+def _register(base: str, cfg: PretrainedCfg) -> None:
+    for suffix in ("_ortho", "_orthog"):
+        name, connection = base + suffix, SUFFIXES[suffix]
+        entry = partial(_create, name, base, connection)
+        doc = f"{base} with {connection} connections. Takes the arguments of {base}, ``connection*`` and ``skip*``."
+        register(__name__, name, entry, unpretrained(cfg, name), doc)
+
+
+def _register_all() -> None:
     home = sys.modules[__name__]
     names = []
     for base in bases():
         base_cfgs = sys.modules[model_entrypoint(base).__module__].default_cfgs.get(base)
         if base_cfgs is None:  # timm 1.0.16 has no configuration vit_betwixt_patch16_gap_256
             continue
-        for suffix in ("_ortho", "_orthog"):
-            name, connection = base + suffix, SUFFIXES[suffix]
-            entry = partial(_create, name, base, connection)
-            doc = f"timm's {base} with {connection} connections. Takes timm's arguments, ``connection*`` and ``skip*``."
-            register(__name__, name, entry, unpretrained(base_cfgs.default, name), doc)
-            names += home.__all__
-            home.__all__ = []  # short, because timm's registry searches this list for each new name
-    home.__all__ = names
+        _register(base, base_cfgs.default)
+        names += home.__all__
+        home.__all__ = []  # short, because timm's registry searches this list for each new name
+    home.__all__ = [*names, "register_variants"]
 
 
-_register_variants()
+_register_all()

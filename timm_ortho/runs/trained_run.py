@@ -126,7 +126,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         overrides: Arguments of the model that replace the run's arguments.
 
     Raises:
-        RunError: The weights do not fit the model.
+        RunError: The model cannot be built, or the weights do not fit it.
         UserError: The options could run code, see :func:`timm_ortho.runs.folders.check_options`.
     """
     options = run.options
@@ -139,7 +139,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise RunError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
+        raise RunError(f"the model '{name}' cannot be built with the arguments and weights of {run.path}: "
                        f"{error_text(error)}") from None
     return model.eval()
 
@@ -170,7 +170,8 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the image preprocessing that a run's options set, completed from the model's configuration."""
-    config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
+    requested = {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None}
+    config = data_config(model, requested, options.get("in_chans") or requested.get("input_size", (None,))[0])
     channels, *size = config["input_size"]
     cfg: Any = model.pretrained_cfg
     if cfg.get("fixed_input_size"):
