@@ -62,6 +62,14 @@ def test_the_examples_of_the_page(tmp_path):
 
 USE = """
 import my_module, timm, timm_ortho
+from timm_ortho.lab.planning.recipe import resolve_variant
+timm.models.register_model(my_module.my_other)
+try:
+    resolve_variant({"model": "my_other"}, "digits")
+except timm_ortho.lab.LabError as error:
+    assert "of 'my_other'; call timm_ortho.register_variants in the module that reg" in str(error)
+else:
+    raise AssertionError
 for name, connection in (("my_net_ortho", "FeatureConnection"), ("my_net_orthog", "GlobalConnection")):
     model = timm.create_model(name, depth=3, num_classes=7, in_chans=1)
     assert [type(site.connection).__name__ for site in timm_ortho.sites(model)] == [connection] * 3
@@ -92,6 +100,8 @@ cli.main(["push", "out/feature-seed0", "me/my-net", "--dry-run", "--device-modul
 def test_an_architecture_of_the_page_has_variants(tmp_path, code):
     """The names stay registered, so this test uses a new process."""
     write_examples(tmp_path / "my_module.py", 0, 2)
+    with (tmp_path / "my_module.py").open("a") as file:
+        file.write("def my_other(**kwargs): return my_net(**kwargs)\n")
     script = f"if __name__ == '__main__':{textwrap.indent(code, '    ')}"  # the forkserver imports the script
     (tmp_path / "script.py").write_text(script)
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -97,7 +97,10 @@ def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    near = why_left_out(base) or did_you_mean(base, bases_with_variants(), 3)
+    reason = why_left_out(base)
+    if timm.is_model(base) and not reason:
+        reason = "; call timm_ortho.register_variants in the module that registers the architecture"
+    near = reason or did_you_mean(base, bases_with_variants(), 3)
     raise LabError(f"there is no orthogonal variant of '{base}'{near} (see timm-ortho list)")
 
 
