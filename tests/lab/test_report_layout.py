@@ -95,6 +95,8 @@ def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
 @pytest.mark.parametrize(("given", "message"), [
     ({"row": ["connection"]}, "report accepts no key 'row'; did you mean 'rows'"),
     ({"rows": ["depht"]}, "report: rows accepts no entry 'depht'; did you mean 'depth'"),
+    ({"rows": []}, "report: rows and measures need at least one entry each"),
+    ({"measures": []}, "report: rows and measures need at least one entry each"),
     ({"measures": ["top-1"]}, "report: measures accepts no entry 'top-1'; did you mean 'top1'"),
     ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; did you mean 'training'"),
     ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' accepts no option 'X'"),

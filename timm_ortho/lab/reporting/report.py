@@ -152,6 +152,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
     for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
                        ("labels", dimensions), ("measures", MEASURES), ("tables", tables.EXTRAS)):
         check_names(getattr(layout, key), known, f"report: {key}", "entry")
+    if not layout.rows or not layout.measures:
+        raise LabError("report: rows and measures need at least one entry each")
     check_names([layout.order] if layout.order else [], layout.rows, "report: order", "entry")
     for name, options in layout.plot_options():
         check_names([name], DRAWINGS, "report: plots", "entry")
