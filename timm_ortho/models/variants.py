@@ -93,8 +93,12 @@ def register_variants(architecture: str) -> None:
     """Register the variants ``<architecture>_ortho`` and ``<architecture>_orthog`` of your own architecture.
 
     All commands and functions that take the name of a model then take these names: ``timm.create_model``,
-    ``train.py --device-modules``, ``timm-ortho compare``, ``timm_ortho.hub.push``. The variants of timm's architectures
-    are already registered. If variants are registered, the call has no effect.
+    ``train.py --device-modules``, ``timm-ortho compare``, ``timm_ortho.hub.push``. If the variants are already
+    registered, as for the architectures of timm, the call has no effect. docs/own_blocks.md has a complete example.
+
+    >>> register_variants("resnet18")
+    >>> is_model("resnet18_ortho")
+    True
 
     Args:
         architecture: Name under which ``timm.models.register_model`` registered the entry point. Its module needs
