@@ -83,6 +83,8 @@ TRANSFORMERS = {
         "AST", head="ForAudioClassification", inputs=lambda: (torch.randn(2, 32, 16),), **VIT, max_length=32,
         num_mel_bins=16, frequency_stride=8, time_stride=8),
     "vit_mae": transformers("ViTMAE", head="Model", **VIT),
+    "videomae": transformers(
+        "VideoMAE", head="ForVideoClassification", inputs=lambda: (torch.randn(2, 4, 3, 32, 32),), **VIT, num_frames=4),
     "ijepa": transformers("IJepa", **VIT),
     "data2vec": transformers("Data2VecVision", **VIT, layer_scale_init_value=0.5),
     "clip": transformers("CLIP", config=dict(vision_config=VIT)),

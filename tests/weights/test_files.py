@@ -258,7 +258,7 @@ def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_p
 
 def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, module, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text("model: vit_small\ndevice_modules: [evil_module]\n")
-    with pytest.raises(UserError, match=r"of the study or recipe '.*recipe.yaml' names the module 'evil_m"):
+    with pytest.raises(UserError, match=r"of recipe '.*recipe.yaml' names the module 'evil_m"):
         planned(compared(tmp_path / "out", dataset="digits", recipe=str(tmp_path / "recipe.yaml")))
     assert not module.exists()
     monkeypatch.chdir(tmp_path)

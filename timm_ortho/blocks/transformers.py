@@ -1,4 +1,4 @@
-"""List the residual blocks of transformers' image and audio classifiers and language models.
+"""List the residual blocks of transformers' image, video and audio classifiers and language models.
 
 :mod:`timm_ortho.blocks.timm` defines which additions are sites. The table contains only the names of the classes, so
 this module does not import transformers. Some classes differ in releases before 5; :func:`timm_ortho.connect` then
@@ -54,7 +54,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     # in these layers the attention and the MLP have separate block classes
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("yolos.YolosLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("cvt.CvtOutput yolos.YolosOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
+    *_blocks("videomae.VideoMAELayer", "hidden_states", ("attention",), _TOKENS),
+    *_blocks("cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
     # the stream has the shape [B * pixels of a patch, patches, C]
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
     *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
