@@ -16,6 +16,8 @@ from timm_ortho.runs import provenance
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
     (["--dtypes", "mixed"], "unknown dtype 'mixed'"),  # only the operator has it
     (["--modes", "compile"], "unknown mode 'compile', known are 'eager', 'compiled'; did you mean 'compiled'?"),
+    (["--modes", "inductor"], "backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                              "compiled), or choose 'torch' or 'auto'"),
     (["--models", "vit_small_ortho:0"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:0'"),
     (["--models", "vit_small_ortho:x"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:x'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),

@@ -101,6 +101,9 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     options.modes = requested.get("modes") or (MODES if options.compile else MODES[:1])
+    if "inductor" in options.modes:
+        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
+                         "compiled), or choose 'torch' or 'auto'")
     _check_known("mode", options.modes, MODES)
     options.shapes = [_shape(text) for text in options.shapes]
     short = SHORT if quick and "models" not in requested else {}

@@ -382,7 +382,7 @@ def _decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
 
-    Training images get the height and width `size` or, if they differ in size, those of the model. Validation images
+    Training images are resized to `size`, or to the input size of the model if their sizes differ. Validation images
     get timm's transform for evaluation.
     """
     key = split, tuple(size), str(device)

@@ -35,7 +35,7 @@ begins with the answer and ends with method and terms.
         "batch_size",                           # images per update of the weights
         "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
         "switch_epoch",                         # epochs before the connection changes; None if it does not
-        "ema",                                  # True if the metrics are those of the EMA weights
+        "ema",                                  # True if the EMA weights were evaluated
         "hold_out",                             # training images that measure the accuracy; 0: the validation split
         "labels",                               # names of the classes, or None
         "trainer": "lab",                       # or "train.py"
