@@ -109,7 +109,7 @@ def register_variants(architecture: str) -> None:
         ValueError: timm has no architecture or no configuration of this name.
     """
     cfg = get_pretrained_cfg(architecture)
-    if cfg is None:
+    if cfg is None or "." in architecture:  # a name with the tag of weights
         raise ValueError(f"timm has no architecture {architecture!r} with a configuration: add the name to "
                          "default_cfgs of the module, then register the entry point with timm.models.register_model")
     if not is_model(f"{architecture}_ortho"):
