@@ -78,11 +78,11 @@ again = timm_ortho.pull("local-dir:exported")
 assert (len(timm_ortho.sites(again)), again.num_classes) == (3, 7)
 timm_ortho.register_variants("my_net")  # again, as in a notebook
 assert timm.create_model("my_net").blocks[0].__class__ is my_module.MyBlock  # the architecture itself is unchanged
-for name in ("my_nett", "my_net.untrained"):
+for name in ("my_nett", "my_net.untrained", my_module.my_net):
     try:
         timm_ortho.register_variants(name)
     except ValueError as error:
-        assert f"timm has no architecture '{name}' with a configuration" in str(error)
+        assert f"timm has no architecture {name!r} with a configuration" in str(error)
     else:
         raise AssertionError(name)
 """

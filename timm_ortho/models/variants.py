@@ -108,7 +108,7 @@ def register_variants(architecture: str) -> None:
     Raises:
         ValueError: timm has no architecture or no configuration of this name.
     """
-    cfg = get_pretrained_cfg(architecture)
+    cfg = get_pretrained_cfg(architecture) if isinstance(architecture, str) else None
     if cfg is None or "." in architecture:  # a name with the tag of weights
         raise ValueError(f"timm has no architecture {architecture!r} with a configuration: add the name to "
                          "default_cfgs of the module, then register the entry point with timm.models.register_model")
