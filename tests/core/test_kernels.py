@@ -3,6 +3,7 @@
 Without a CUDA device, tests/conftest.py makes the kernels run in Triton's interpreter.
 """
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -115,6 +116,21 @@ def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
         torch.testing.assert_close(n, (x * x).sum(dims, keepdim=True) + EPS)
         torch.testing.assert_close(s, (x * f).sum(dims, keepdim=True) / n)
         assert y.stride() == torch.empty_like(x).stride()
+
+
+@needs_triton
+@pytest.mark.parametrize("keep", ["output", "branch"])
+@pytest.mark.parametrize("shape", [(2, 6, 5, 4), (1, 6, 5, 4), (2, 1, 5, 4)], ids=str)
+def test_hooks_of_saved_tensors_may_change_their_layout(shape, keep):
+    """`torch.autograd.graph.save_on_cpu(pin_memory=True)` returns channels-last tensors as contiguous tensors."""
+    x, f = (nhwc(t).requires_grad_() for t in tensors(shape)[:2])
+    g = nhwc(torch.randn(shape, device=DEVICE))
+    found = []
+    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t)):
+        with hooks:
+            y = residual_update(x, f, dim=1, keep=keep, backend="triton")
+        found.append(torch.autograd.grad(y, (x, f), g))
+    assert all(map(torch.equal, *found))
 
 
 # ------------------------------------------------------------------------------------------------ determinism

@@ -116,11 +116,12 @@ def launches(size, learned):
         for name, same, both in (("sums forward", True, True), ("sums backward", False, learned)):
             yield launch(name, kernels._partial_sums_kernel, [dtype] * 3 + [parts], same, both)
     if size in NORMED and not learned:
-        constants = tiles.projections, tiles.width, True, tiles.BLOCK_P, tiles.BLOCK_W, tl.float32
+        *blocks, num_warps = norm.tile_of(tiles.width)
+        constants = tiles.projections, tiles.width, True, tiles.UNIT, *blocks, tl.float32
         yield ("norm forward", norm._forward_kernel, [dtype, dtype, "fp32", "fp32", dtype, dtype, "fp32"], constants,
-               tiles.num_warps)
+               num_warps)
         yield ("norm backward", norm._backward_kernel,
-               [dtype] * 4 + ["fp32", "fp32", dtype, dtype, "fp32"], constants, tiles.num_warps)
+               [dtype] * 4 + ["fp32", "fp32", dtype, dtype, "fp32"], constants, num_warps)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ Sums have a fixed order and use no atomics, so results are deterministic. The ke
 can be captured in a CUDA graph.
 """
 import functools
+import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -89,15 +90,24 @@ def _weight(number, pointer, ACC: tl.constexpr):
 @triton.jit
 def tile_index(
         outer, width, inner, pieces, piece_width,
-        ROWS: tl.constexpr, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
+        ROWS: tl.constexpr, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr,
 ):
     """Return the position of this program in a view ``[outer, width, inner]``.
 
     Returns:
         The offset of the program's first element, the index of its first projection, the indices of its projections
-        counted from this first one, whether each of them exists, the index of its piece, and the width of the piece.
-        Only rows have more than one piece.
+        counted from this first one, whether each of them exists, the index of its piece, the width of the piece, and
+        the number of elements from one row to the next if ROWS, otherwise the number of pixels. Only rows have more
+        than one piece.
     """
+    # Triton knows that a size is a multiple of 16. This tells it of multiples of 2, 4 and 8, for wider loads.
+    if ROWS:
+        width = width // UNIT * UNIT
+        piece_width = piece_width // UNIT * UNIT
+        step = width
+    else:
+        inner = inner // UNIT * UNIT
+        step = inner
     program = tl.program_id(0)
     if REVERSED:  # begin with the elements that the previous kernel read last: they are still in the cache
         program = tl.num_programs(0) - 1 - program
@@ -116,25 +126,24 @@ def tile_index(
         start = sample * width * inner + pixel
         valid = pixel + p < inner
         projection = sample * inner + pixel
-    return start, projection, p, valid, piece, tl.minimum(width - begin, piece_width)
+    return start, projection, p, valid, piece, tl.minimum(width - begin, piece_width), step
 
 
 @triton.jit
-def _offsets(p, w, valid, row, inner, width, ROWS: tl.constexpr):
+def _offsets(p, w, valid, step, width, ROWS: tl.constexpr):
     """Return the offsets of a tile's elements from the program's first element, and whether each element exists.
 
     Args:
         p, w: Indices of the projections, and of the elements of a projection.
         valid: Whether each projection exists.
-        row: Number of elements from one row to the next.
-        inner: Number of pixels.
+        step: Number of elements from one row to the next if ROWS, otherwise the number of pixels.
         width: Number of elements of each projection in this program.
     """
     mask = valid[:, None] & (w < width)[None, :]
     if ROWS:
-        return p[:, None] * row + w[None, :], mask
+        return p[:, None] * step + w[None, :], mask
     else:
-        return p[:, None] + w[None, :] * inner, mask
+        return p[:, None] + w[None, :] * step, mask
 
 
 @triton.jit
@@ -144,7 +153,7 @@ def _load(pointer, offsets, mask, ACC: tl.constexpr):
 
 @triton.jit
 def _sums(
-        p_ptr, q_ptr, r_ptr, p, valid, row, inner, width,
+        p_ptr, q_ptr, r_ptr, p, valid, step, width,
         SAME: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
         ACC: tl.constexpr,
 ):
@@ -152,7 +161,7 @@ def _sums(
     pr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     qr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     for begin in range(0, width, BLOCK_W):
-        offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, row, inner, width, ROWS)
+        offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, step, width, ROWS)
         r_tile = _load(r_ptr, offsets, mask, ACC)
         if SAME:
             pr += r_tile * r_tile
@@ -176,14 +185,14 @@ def _total(parts_ptr, projection, p, valid, pieces, BLOCK_P: tl.constexpr, BLOCK
 def _partial_sums_kernel(
         p_ptr, q_ptr, r_ptr, parts_ptr,
         outer, width, inner, projections, pieces, piece_width, ROWS: tl.constexpr, ONCE: tl.constexpr,
-        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
         SAME: tl.constexpr, BOTH: tl.constexpr,
 ):
     """Store ``<p, r>`` of each piece in the first half of ``parts`` and, if BOTH, ``<q, r>`` in its second half."""
-    start, projection, p, valid, piece, part = tile_index(
-        outer, width, inner, pieces, piece_width, ROWS, False, BLOCK_P)
+    start, projection, p, valid, piece, part, step = tile_index(
+        outer, width, inner, pieces, piece_width, ROWS, False, BLOCK_P, UNIT)
     pr, qr = _sums(
-        p_ptr + start, q_ptr + start, r_ptr + start, p, valid, width, inner, part,
+        p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step, part,
         SAME, BOTH, ROWS, BLOCK_P, BLOCK_W, ACC)
     offsets = (projection + p) * pieces + piece
     tl.store(parts_ptr + offsets, pr, mask=valid)
@@ -195,7 +204,7 @@ def _partial_sums_kernel(
 def _update_kernel(
         x_ptr, f_ptr, y_ptr, sums_ptr, parts_ptr, a_ptr, b_ptr, a: tl.float64, b: tl.float64, eps: tl.float64,
         outer, width, inner, projections, pieces, piece_width, ROWS: tl.constexpr, ONCE: tl.constexpr,
-        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
     """Forward: store y and, in ``sums [2, projections]``, ``s = <x, f> / n`` and ``n = <x, x> + eps``.
 
@@ -203,13 +212,13 @@ def _update_kernel(
     twice. If BLOCK_PIECES is not 0, a program reads one piece, and it reads the sums of all pieces from ``parts``.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece, part = tile_index(
-        outer, width, inner, pieces, piece_width, ROWS, CUT, BLOCK_P)
+    start, projection, p, valid, piece, part, step = tile_index(
+        outer, width, inner, pieces, piece_width, ROWS, CUT, BLOCK_P, UNIT)
     x_ptr += start
     f_ptr += start
     y_ptr += start
     if ONCE:
-        offsets, mask = _offsets(p, tl.arange(0, BLOCK_W), valid, width, inner, part, ROWS)
+        offsets, mask = _offsets(p, tl.arange(0, BLOCK_W), valid, step, part, ROWS)
         x = _load(x_ptr, offsets, mask, ACC)
         f = _load(f_ptr, offsets, mask, ACC)
         xx = tl.sum(x * x, 1)
@@ -219,7 +228,7 @@ def _update_kernel(
         xf = _total(parts_ptr + tl.num_programs(0), projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
     else:
         xx, xf = _sums(
-            x_ptr, f_ptr, x_ptr, p, valid, width, inner, part, True, True, ROWS, BLOCK_P, BLOCK_W, ACC)
+            x_ptr, f_ptr, x_ptr, p, valid, step, part, True, True, ROWS, BLOCK_P, BLOCK_W, ACC)
     n = xx + tl.full([], eps, ACC)
     s = xf / n
     if sums_ptr is not None:  # a mask, because a branch on the piece makes the kernel four times slower
@@ -232,7 +241,7 @@ def _update_kernel(
         tl.store(y_ptr + offsets, _combine(x, f, s[:, None], a_value, b_value), mask=mask)
     else:
         for begin in range(0, part, BLOCK_W):
-            offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, width, inner, part, ROWS)
+            offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, step, part, ROWS)
             x = _load(x_ptr, offsets, mask, ACC)
             f = _load(f_ptr, offsets, mask, ACC)
             tl.store(y_ptr + offsets, _combine(x, f, s[:, None], a_value, b_value), mask=mask)
@@ -243,7 +252,7 @@ def _gradients_kernel(
         x_ptr, kept_ptr, g_ptr, sums_ptr, grad_x_ptr, grad_f_ptr, products_ptr, parts_ptr, a_ptr, b_ptr,
         a: tl.float64, b: tl.float64,
         outer, width, inner, projections, pieces, piece_width, ROWS: tl.constexpr, ONCE: tl.constexpr,
-        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
         RECOVER: tl.constexpr,
 ):
     """Backward: store dL/dx, dL/df, and, in ``products [2, projections]``, <x, g> and <f, g>.
@@ -254,15 +263,15 @@ def _gradients_kernel(
     CUT: tl.constexpr = BLOCK_PIECES > 0
     FOR_X: tl.constexpr = grad_x_ptr is not None
     FOR_WEIGHTS: tl.constexpr = products_ptr is not None
-    start, projection, p, valid, piece, part = tile_index(
-        outer, width, inner, pieces, piece_width, ROWS, CUT, BLOCK_P)
+    start, projection, p, valid, piece, part, step = tile_index(
+        outer, width, inner, pieces, piece_width, ROWS, CUT, BLOCK_P, UNIT)
     x_ptr += start
     kept_ptr += start
     g_ptr += start
     s = tl.load(sums_ptr + projection + p, mask=valid, other=0.0)
     n = tl.load(sums_ptr + projections + projection + p, mask=valid, other=1.0)
     if ONCE:
-        offsets, mask = _offsets(p, tl.arange(0, BLOCK_W), valid, width, inner, part, ROWS)
+        offsets, mask = _offsets(p, tl.arange(0, BLOCK_W), valid, step, part, ROWS)
         x = _load(x_ptr, offsets, mask, ACC)
         g = _load(g_ptr, offsets, mask, ACC)
         xg = tl.sum(x * g, 1)
@@ -276,7 +285,7 @@ def _gradients_kernel(
             fg = _total(parts_ptr + tl.num_programs(0), projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
     else:  # FOR_WEIGHTS excludes RECOVER, so `kept_ptr` contains f
         xg, fg = _sums(
-            x_ptr, kept_ptr, g_ptr, p, valid, width, inner, part,
+            x_ptr, kept_ptr, g_ptr, p, valid, step, part,
             False, FOR_WEIGHTS, ROWS, BLOCK_P, BLOCK_W, ACC)
     if FOR_WEIGHTS:
         first_piece = valid & (p + piece == p)
@@ -293,7 +302,7 @@ def _gradients_kernel(
             tl.store(grad_f_ptr + start + offsets, _branch_gradient(x, g, t, a_value, b_value), mask=mask)
     else:
         for begin in range(0, part, BLOCK_W):
-            offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, width, inner, part, ROWS)
+            offsets, mask = _offsets(p, begin + tl.arange(0, BLOCK_W), valid, step, part, ROWS)
             x = _load(x_ptr, offsets, mask, ACC)
             g = _load(g_ptr, offsets, mask, ACC)
             if FOR_X:
@@ -320,6 +329,7 @@ class Tiles(NamedTuple):
     piece_width: int
     ROWS: bool
     ONCE: bool
+    UNIT: int
     BLOCK_P: int
     BLOCK_W: int
     BLOCK_PIECES: int
@@ -345,7 +355,8 @@ def tiles_of(outer: int, width: int, inner: int) -> Tiles:
     programs = triton.cdiv(outer, block_p) * pieces if rows else outer * triton.cdiv(inner, block_p)
     return Tiles(
         programs, min(16, max(1, block_p * block_w // (32 * PER_THREAD))), outer, width, inner,
-        outer * inner, pieces, piece_width, rows, pieces == 1 and width <= block_w, block_p, block_w, block_pieces)
+        outer * inner, pieces, piece_width, rows, pieces == 1 and width <= block_w,
+        math.gcd(width if rows else inner, 16), block_p, block_w, block_pieces)
 
 
 class Launch:
@@ -404,6 +415,11 @@ def addresses_of(*tensors: Optional[Tensor]) -> int:
     return addresses
 
 
+def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
 def everything(value: Any) -> Any:
     return value
 
@@ -441,6 +457,7 @@ class Plan:
         self.tiles = tiles_of(*self.view[1:])
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
         self.is_direct = self.has_order and x.numel() > 0 and not self.tiles.BLOCK_PIECES
+        self.kept_strides = (torch.empty_like(x, device="meta") if self.recover else f).stride()
         self.label = f"{'feature' if len(dims) == 1 else 'global'} scope"
         self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims),
                      self.recover, a is None, b is None, *self.tiles[8:])
@@ -493,6 +510,9 @@ class Plan:
             needed: Whether to compute each result.
         """
         for_x, for_f, for_weights = needed
+        if self.has_order and (x.stride() != self.strides or kept.stride() != self.kept_strides):
+            # a hook of saved tensors changed them: save_on_cpu(pin_memory=True) loses channels-last
+            x, kept = _with_strides(x, self.strides), _with_strides(kept, self.kept_strides)
         grad_x = torch.empty_like(x) if for_x else None
         grad_f = None
         if for_f:  # an argument dtype takes time

@@ -28,15 +28,20 @@ from .backend import NORMS, norm_plans, verified
 from .gradient import torch_gradients
 from .kernels import Launch, Plan, addresses_of, everything
 
-PROGRAMS = 4  # programs of the backward kernel per multiprocessor; each adds the gradients of w and c of its rows
+# With more than four elements of each tensor per thread, the backward kernel needs more than 128 registers per thread,
+# and too few programs run at once to hide the latency of memory.
+TILE, PER_THREAD = 512, 4  # elements of each tensor in a tile (at least one row), and per thread
+WARPS = 32  # warps of the backward kernel per multiprocessor; each program adds the gradients of w and c of its rows
 
 
 @triton.jit
 def _forward_kernel(
         x_ptr, f_ptr, w_ptr, c_ptr, y_ptr, h_ptr, sums_ptr, eps: tl.float64, norm_eps: tl.float64,
-        rows, width, CENTERED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
+        rows, width, CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+        ACC: tl.constexpr,
 ):
     """Store y, h and, in ``sums [4, rows]``, s, n, m and r."""
+    width = width // UNIT * UNIT
     p = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
     columns = tl.arange(0, BLOCK_W)
     exists = columns < width
@@ -71,12 +76,14 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
         x_ptr, y_ptr, grad_y_ptr, grad_h_ptr, w_ptr, sums_ptr, grad_x_ptr, grad_f_ptr, parts_ptr,
-        rows, width, CENTERED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
+        rows, width, CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+        ACC: tl.constexpr,
 ):
     """Store dL/dx, dL/df and, in ``parts [2, programs, width]``, dL/dw and dL/dc of this program's rows.
 
     A pointer that is None omits the result. If `grad_y_ptr` is None, dL/dy is zero.
     """
+    width = width // UNIT * UNIT
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_W)
     exists = columns < width
@@ -91,6 +98,8 @@ def _backward_kernel(
         y = tl.load(y_ptr + offsets, mask=mask, other=0.0).to(ACC)
         u = tl.load(grad_h_ptr + offsets, mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        if grad_y_ptr is not None:  # here, so that the loads of all tensors overlap
+            grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(ACC)
         s = tl.load(sums_ptr + p, mask=p < rows, other=0.0)[:, None]
         n = tl.load(sums_ptr + rows + p, mask=p < rows, other=1.0)[:, None]
         m = tl.load(sums_ptr + 2 * rows + p, mask=p < rows, other=0.0)[:, None]
@@ -106,7 +115,7 @@ def _backward_kernel(
             g = g - tl.sum(u, 1)[:, None] / width
         g = g * r
         if grad_y_ptr is not None:
-            g = g + tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(ACC)
+            g = g + grad_y
         g = tl.where(mask, g, 0.0)
         t = tl.sum(x * g, 1)[:, None] / n
         if grad_x_ptr is not None:  # f - 2 s x = y - (1 + s) x
@@ -117,6 +126,13 @@ def _backward_kernel(
         part = tl.program_id(0) * width + columns
         tl.store(parts_ptr + part, grad_w, mask=exists)
         tl.store(parts_ptr + programs * width + part, grad_c, mask=exists)
+
+
+def tile_of(width: int) -> Tuple[int, int, int]:
+    """Return BLOCK_P, BLOCK_W and the number of warps of a program for a number of channels."""
+    block_w = triton.next_power_of_2(width)
+    block_p = max(1, TILE // block_w)
+    return block_p, block_w, block_p * block_w // (32 * PER_THREAD)
 
 
 class NormPlan(Plan):
@@ -139,14 +155,15 @@ class NormPlan(Plan):
         self.norm_dtype, self.bias_dtype = dtype, bias_dtype
         self.label = "feature scope with norm"
         self.case = (*self.case, "norm", centered, dtype)
-        tiles, blocks = self.tiles, self.tiles.programs
+        rows, width = self.tiles.projections, self.tiles.width
+        block_p, block_w, self.warps = tile_of(width)
+        self.programs = self.backward_programs = triton.cdiv(rows, block_p)
         if x.is_cuda:
-            blocks = min(blocks, PROGRAMS * torch.cuda.get_device_properties(x.device).multi_processor_count)
-        self.backward_programs = blocks
-        self.rows = tiles.projections
-        self.constants = (self.rows, tiles.width, centered, tiles.BLOCK_P, tiles.BLOCK_W, self.acc_in_triton)
-        self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, self.rows)
-        self.like_parts = x.new_empty(1, dtype=self.acc).expand(2, blocks, tiles.width)
+            at_once = torch.cuda.get_device_properties(x.device).multi_processor_count * WARPS // self.warps
+            self.backward_programs = min(self.programs, at_once)
+        self.constants = rows, width, centered, self.tiles.UNIT, block_p, block_w, self.acc_in_triton
+        self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, rows)
+        self.like_parts = x.new_empty(1, dtype=self.acc).expand(2, self.backward_programs, width)
 
     def update(  # type: ignore[override]
             self, x: Tensor, f: Tensor, w: Optional[Tensor], c: Optional[Tensor], keep: bool = True,
@@ -159,8 +176,7 @@ class NormPlan(Plan):
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = Launch(
-                _forward_kernel, self.tiles.programs, (self.eps, self.norm_eps, *self.constants), self.tiles.num_warps,
-                self.device)
+                _forward_kernel, self.programs, (self.eps, self.norm_eps, *self.constants), self.warps, self.device)
         launch(addresses_of(x, f, w, c), x, f, w, c, y, h, sums)
         return y, h, sums
 
@@ -177,7 +193,7 @@ class NormPlan(Plan):
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = Launch(
-                _backward_kernel, self.backward_programs, self.constants, self.tiles.num_warps, self.device)
+                _backward_kernel, self.backward_programs, self.constants, self.warps, self.device)
         tensors = x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums
         launch(addresses_of(*tensors), *tensors, grad_x, grad_f, parts)
         return grad_x, grad_f, None if parts is None else parts.sum(1)
