@@ -21,10 +21,10 @@
 #
 # Needed: torch, triton, timm, and pytest for the tests. No network.
 #
-#   PYTHON  the interpreter (default: python)
+#   PYTHON  the interpreter (default: python, or python3)
 set -uo pipefail
 
-device=${DEVICE:-cuda} python=${PYTHON:-python}
+device=${DEVICE:-cuda} python=${PYTHON:-$(command -v python || command -v python3)}
 if [ $# -eq 0 ]; then
     sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"
     exit 2
@@ -50,7 +50,7 @@ if [ "$device" = cpu ]; then
     shapes=(2x5x16 2x16x4x4) repeats=1
     card=cpu
 else
-    total=295 fuzz=(--device "$device" --seconds 40 --jobs 6)
+    total=295 fuzz=(--device "$device" --seconds 25 --jobs 6)
     small=()
     models=("$vit_s:128" "$vit_s:256" "$vit_b:128" "$resnet:128" "$vit_s:32")
     compiled=("$vit_s:256" "$resnet:128" "$vit_b:128" "$vit_s:128")

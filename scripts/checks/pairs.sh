@@ -18,7 +18,7 @@
 #   WORKERS   processes that decode the images (default: 8)
 #   COMPILE   a backend of torch.compile, such as inductor (default: none)
 #   WORK      folder of the runs with their checkpoints (default: OUT with the ending .work)
-#   PYTHON    the interpreter (default: python)
+#   PYTHON    the interpreter (default: python, or python3)
 set -uo pipefail
 
 if [ $# -lt 3 ]; then
@@ -28,7 +28,7 @@ fi
 study=$1
 mkdir -p "$2" && out=$(cd "$2" && pwd) && data=$(cd "$3" && pwd) || exit 2
 shift 3
-seeds=("$@") device=${DEVICE:-cuda} python=${PYTHON:-python} limit=${LIMIT:-840} work=${WORK:-$out.work}
+seeds=("$@") device=${DEVICE:-cuda} python=${PYTHON:-$(command -v python || command -v python3)} limit=${LIMIT:-840} work=${WORK:-$out.work}
 cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 

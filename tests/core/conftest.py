@@ -14,9 +14,9 @@ from timm_ortho.update import backend as backends
 @pytest.fixture
 def no_default_backend():
     """Ignore the environment variable TIMM_ORTHO_BACKEND."""
-    token = backends._default.set("auto")
+    token = backends._own.set(("auto", True))
     yield
-    backends._default.reset(token)
+    backends._own.reset(token)
 
 
 @pytest.fixture

@@ -199,10 +199,10 @@ def test_an_unknown_backend_is_refused(parallel, monkeypatch):
         residual_update(X, X, parallel=parallel, backend="tritn")
     with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")), use_backend("tritn"):
         pass
-    token = backends._default.set("Triton")
+    token = backends._own.set(("Triton", True))
     with pytest.raises(ValueError, match=re.escape(f"unknown TIMM_ORTHO_BACKEND 'Triton', {known}")):
         residual_update(X, X, parallel=parallel)
-    backends._default.reset(token)
+    backends._own.reset(token)
     assert torch.equal(residual_update(X, X, parallel=1.0, backend="torch"), X + X)  # the argument takes precedence
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.kernel_cases import kernels, needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import FeatureConnection, residual_update
 from timm_ortho.functional import BACKENDS, choose_backend, plain_update, use_backend
@@ -144,6 +145,36 @@ def test_overlapping_contexts_in_threads():
     assert backends.default() == os.environ.get("TIMM_ORTHO_BACKEND", "auto")
 
 
+@needs_triton
+def test_a_context_of_the_main_thread_applies_to_the_threads_of_the_backward_pass():
+    """With CUDA, autograd calls backward in a thread of its own, and there computes checkpointed blocks again."""
+    x, f = (t.requires_grad_() for t in tensors()[:2])
+    with use_backend("triton"):
+        y = checkpoint(residual_update, x, f, use_reentrant=False)
+        thread = threading.Thread(target=y.sum().backward)
+        thread.start()
+        thread.join()
+    assert f.grad is not None
+
+
+def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with use_backend("torch", fuse_norm=False):
+            entered.set()
+            left.wait(10)
+
+    before = backends.default(), backends.fuses_norm()
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    during = backends.default(), backends.fuses_norm()
+    left.set()
+    thread.join()
+    assert during == before
+
+
 # ---------------------------------------------------------------------------------- "auto" with Triton kernels
 @pytest.fixture
 def auto(auto_is_triton):
@@ -276,6 +307,20 @@ def test_an_out_of_memory_error_of_a_kernel_is_raised(auto, monkeypatch):
     with pytest.raises(torch.cuda.OutOfMemoryError):
         auto(*tensors())
     assert backends._agrees == {}
+
+
+@needs_triton
+def test_memory_that_is_too_small_for_the_comparison(auto, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    x, f, g = tensors()
+    expected = run("triton", x, f, g)
+    backends.plans.clear()
+    monkeypatch.setattr(kernels.Plan, "torch_update", full)
+    monkeypatch.setattr(kernels.Plan, "torch_gradients", full)
+    for _ in range(2):
+        assert all(map(torch.equal, auto(x, f, g), expected))
 
 
 @needs_triton
