@@ -28,7 +28,8 @@ fi
 study=$1
 mkdir -p "$2" && out=$(cd "$2" && pwd) && data=$(cd "$3" && pwd) || exit 2
 shift 3
-seeds=("$@") device=${DEVICE:-cuda} python=${PYTHON:-$(command -v python || command -v python3)} limit=${LIMIT:-840} work=${WORK:-$out.work}
+seeds=("$@") device=${DEVICE:-cuda} limit=${LIMIT:-840} work=${WORK:-$out.work}
+python=${PYTHON:-$(command -v python || command -v python3)}
 cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
