@@ -29,9 +29,9 @@ BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE, NORM_VARIABLE = "TIMM_ORTHO_BACKEND", "TIMM_ORTHO_FUSE_NORM"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Name of the default backend, and whether kernels may include the norm. `_own` has the values of a thread's own context,
-# so that overlapping contexts in several threads do not affect each other. A thread without a context uses the main
-# thread's, because CUDA's backward passes run in threads of their own, which compute checkpointed blocks again.
+# Name of the default backend, and whether kernels may include the norm. `_own` has the values of a thread's own
+# context, so that overlapping contexts in several threads do not affect each other. A thread without a context uses the
+# main thread's, because CUDA's backward passes run in threads of their own, which compute checkpointed blocks again.
 _own: ContextVar[Optional[Tuple[str, bool]]] = ContextVar("timm_ortho_backend", default=None)
 _main = [(os.environ.get(BACKEND_VARIABLE) or "auto", os.environ.get(NORM_VARIABLE) != "0")]
 
