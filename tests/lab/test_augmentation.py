@@ -111,7 +111,7 @@ def by_kinds(monkeypatch, images, magnitude, kinds):
         return RandAugment(len(kinds), magnitude)(images)
 
 
-def noise(count, channels=3, height=16, width=16):
+def noise(count, channels=3, height=20, width=16):
     """Return images of noise; every third is dark, and the second is of one colour."""
     images = torch.randint(256, (count, channels, height, width), dtype=torch.uint8)
     images[::3] //= 8
@@ -143,7 +143,7 @@ def test_each_image_has_its_own_sequence(monkeypatch, count):
 
 def test_operations_and_signs_are_equally_frequent():
     torch.manual_seed(0)
-    image = torch.randint(40, 200, (3, 8, 8), dtype=torch.uint8)
+    image = torch.randint(40, 200, (3, 20, 16), dtype=torch.uint8)  # Equalize changes images of 255 pixels or more
     results = [by_torchvision(image, kind, 30) for kind in range(28)]
     counts = torch.zeros(28)
     for changed in RandAugment(1, 30)(image.repeat(5600, 1, 1, 1)):
