@@ -212,14 +212,13 @@ class RandAugment:
         draws = draws.to(images.device, non_blocking=True)
         sources, values, level = _tables(self.magnitude, *size, images.device)
         for (rows, order, back), (a, b, *signs, c, d, e) in zip(draws, starts, strict=True):
-            moved, changed, blended, stretched, equalized, same = (
-                images.index_select(0, order).tensor_split([a, b, c, d, e]))
+            moved, mapped, blended, stretched, equal, same = images.index_select(0, order).tensor_split([a, b, c, d, e])
             source = sources.index_select(0, rows[:a]).unsqueeze(1).expand(-1, channels, -1)
             images = torch.cat([
                 F.pad(moved.flatten(2), [1, 0]).gather(2, source).unflatten(2, size),
-                values.index_select(0, rows[a:b]).gather(1, changed.flatten(1).long()).view_as(changed),
+                values.index_select(0, rows[a:b]).gather(1, mapped.flatten(1).long()).view_as(mapped),
                 _blended(blended, [sign - b for sign in signs], level),
-                tv.autocontrast(stretched), tv.equalize(equalized), same,
+                tv.autocontrast(stretched), tv.equalize(equal), same,
             ]).index_select(0, back)
         return images
 
