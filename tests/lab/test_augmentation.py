@@ -132,7 +132,7 @@ def test_operations_return_torchvisions_bytes(monkeypatch, shape, magnitude):
 
 @pytest.mark.parametrize("count", [1, 2, 80])
 def test_each_image_has_its_own_sequence(monkeypatch, count):
-    """Small batches contain none of most operations."""
+    """In small batches, most operations have no images."""
     torch.manual_seed(0)
     images, kinds = noise(count), torch.randint(28, (4, count))
     for image, mine, sequence in zip(images, by_kinds(monkeypatch, images, 9, kinds), kinds.T.tolist(), strict=True):

@@ -9,7 +9,7 @@
     mixing          timm's `Mixup` (`mixup`, `cutmix`, ...)
 
 All steps except mixing are drawn for each image. Random numbers come from the global generators, whose states
-`DataStream` sets. No step reads a value from the device or waits for it.
+`DataStream` sets. No step waits for the device, except mixing with `mixup_mode` elem or pair.
 """
 import math
 from argparse import Namespace
@@ -188,12 +188,12 @@ _CHANGES = (
 class RandAugment:
     """torchvision's `v2.RandAugment` (31 bins, nearest pixels, black outside), with its own operations for each image.
 
-    Images are sorted by operation. These slices are computed together:
+    Images are sorted by operation. The operations of a line are computed together:
 
-        ShearX, ShearY, TranslateX, TranslateY, Rotate    a table of the pixel that each pixel is copied from
-        Brightness, Posterize, Solarize                   a table of the new value of each value
-        Color, Contrast, Sharpness                        `_blended`
-        AutoContrast | Equalize | Identity                torchvision's functions
+        ShearX, ShearY, TranslateX, TranslateY, Rotate    by a table of the pixel that each pixel is copied from
+        Brightness, Posterize, Solarize                   by a table of the new value of each value
+        Color, Contrast, Sharpness                        by `_blended`
+        AutoContrast, Equalize, Identity                  by torchvision's functions, on three slices
 
     Operation k of this list has the kinds 2 k and 2 k + 1, one for each sign; they are equal if it has no sign. The CPU
     draws a kind for each image, so it knows the size of each slice.
