@@ -2,9 +2,8 @@
 
     python -m scripts.checks.image_rates DATA [--device cuda] [--images 4096] [--repeats 5] [--workers 0] [--steps 1]
 
-DATA has class folders of CIFAR-10. Each repetition measures the loader, then images on the device with groups of 64 and
-of 16 images that share RandAugment's operations. The medians are printed. With --steps N, each repetition also trains
-ViT-S for N batches.
+DATA has class folders of CIFAR-10. Each repetition measures the loader, then images on the device. The medians are
+printed. With --steps N, each repetition also trains ViT-S for N batches.
 """
 import argparse
 import time
@@ -20,8 +19,7 @@ from timm_ortho.lab.data import epoch_seed, open_source
 from timm_ortho.lab.planning.plan import plan
 from timm_ortho.lab.running.loop import Training
 
-WAYS = {"loader": {"device_images": False}, "device, groups of 64": {"device_images": True, "rand_augment_group": 64},
-        "device, groups of 16": {"device_images": True, "rand_augment_group": 16}}
+WAYS = {"loader": {"device_images": False}, "device": {"device_images": True}}
 
 
 def training(options: Namespace, way: dict) -> Training:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, stopped, written
 from PIL import Image
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
-from torchvision.transforms.v2 import functional as F
+from torch.overrides import TorchFunctionMode
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, commands, data, device_images
+from timm_ortho.lab import LabError, augmentation, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
 from timm_ortho.lab.planning import design, plan, trainers
 from timm_ortho.lab.planning.deviations import deviations
@@ -22,7 +21,7 @@ from timm_ortho.lab.train_options import DEVICE_OPTIONS, RANGES, known_options
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
-    device_images=True, crop_padding=2, hflip=0.5, vflip=0.2, rand_augment=[3, 5], rand_augment_group=4, in_chans=3,
+    device_images=True, crop_padding=2, hflip=0.5, vflip=0.2, rand_augment=[3, 5], in_chans=3,
     color_jitter=[0.4, 0.4, 0.4, 0.1], reprob=0.3, mixup=0.4, cutmix=1.0)
 
 
@@ -106,8 +105,9 @@ def test_without_augmentation_training_images_are_those_of_the_loader(folder):
     dict(scale=[0.3, 1.0], ratio=[0.75, 1.33], hflip=0.5, vflip=0.5),
     dict(color_jitter=[0.5, 0.5, 0.5, 0.2]),
     dict(reprob=0.9, remode="const", mean=[0.0]),
+    dict(reprob=0.9, remode="pixel", recount=2),
     dict(mixup=0.4, cutmix=1.0),
-], ids=["crop-flip", "jitter", "erasing", "mixing"])
+], ids=["crop-flip", "jitter", "erasing", "erasing-pixel", "mixing"])
 def test_augmented_images_have_the_moments_of_the_loader(folder, options):
     """Means and variances agree within the variation between two samples of the loader."""
     options = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], train_interpolation="bilinear", color_jitter=0.0) | options
@@ -137,101 +137,12 @@ def test_training_is_as_with_the_loader(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the augmentations
-def test_padded_crop_shifts_by_up_to_the_padding():
-    image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
-    crops = device_images.padded_crop(image.repeat(500, 1, 1, 1), 2)
-    padded = F.pad(image, [2])
-    shifts = {(top, left): padded[..., top:top + 5, left:left + 5][0] for top in range(5) for left in range(5)}
-    found = {shift for crop in crops for shift, shifted in shifts.items() if torch.equal(crop, shifted)}
-    assert found == set(shifts)
-    assert all(any(torch.equal(crop, shifted) for shifted in shifts.values()) for crop in crops)
-
-
-def test_boxes_are_those_of_torchvision():
-    """Boxes fit into the image, and have the moments of RandomResizedCrop."""
-    torch.manual_seed(0)
-    scale, ratio = (0.1, 1.2), (0.5, 3.0)
-    boxes = torch.stack(device_images._boxes(4000, 20, 30, scale, ratio, CPU), 1)
-    tops, lefts, heights, widths = boxes.unbind(1)
-    assert torch.stack([tops, lefts, 20 - tops - heights, 30 - lefts - widths]).min() == 0
-    image = torch.zeros(1, 20, 30)
-    other = torch.tensor([RandomResizedCrop.get_params(image, scale, ratio) for _ in range(4000)]).float()
-    torch.testing.assert_close(boxes.mean(0), other.mean(0), rtol=0, atol=0.3)
-    torch.testing.assert_close(boxes.std(0), other.std(0), rtol=0, atol=0.3)
-
-
-def test_a_crop_that_never_fits_is_the_largest_in_the_centre():
-    boxes = device_images._boxes(2, 10, 40, (1.0, 1.0), (0.5, 2.0), CPU)
-    assert [values.tolist() for values in boxes] == [[0.0] * 2, [10.0] * 2, [10.0] * 2, [20.0] * 2]
-
-
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_resized_crop_is_torchvisions(monkeypatch, mode):
-    """Inside the crop, pixels equal torchvision's resized_crop up to rounding."""
-    torch.manual_seed(0)
-    images = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
-    box = (2, 3, 6, 5)
-    monkeypatch.setattr(
-        device_images, "_boxes", lambda *_: [torch.full((2,), float(value)) for value in box])
-    mine = device_images.resized_crop(images, (18, 15), (1, 1), (1, 1), mode)
-    theirs = F.resized_crop(images.float(), *box, [18, 15], interpolation=InterpolationMode(mode), antialias=False)
-    inner = (mine.float() - theirs.clamp(0, 255))[..., 6:-6, 6:-6].abs()
-    assert inner.max() <= 0.51
-
-
-@pytest.mark.parametrize(("change", "adjust", "factor"), [
-    (0, F.adjust_brightness, 1.4), (0, F.adjust_brightness, 0.6), (1, F.adjust_contrast, 1.4),
-    (1, F.adjust_contrast, 0.6), (2, F.adjust_saturation, 1.4), (2, F.adjust_saturation, 0.0), (3, F.adjust_hue, 0.1),
-    (3, F.adjust_hue, -0.4)])
-@pytest.mark.parametrize("channels", [3, 1])
-def test_colour_changes_are_torchvisions(change, adjust, factor, channels):
-    if channels == 1 and change > 1:
-        pytest.skip("grey images have no saturation and no hue")
-    torch.manual_seed(0)
-    images = torch.rand(4, channels, 6, 7)
-    images[0, :, 0] = images[0, :1, 0]  # grey pixels have no hue
-    factors = torch.full((4, 1, 1, 1), factor)
-    torch.testing.assert_close(device_images._CHANGES[change](images, factors), adjust(images, factor))
-
-
-def test_each_image_has_its_own_colours():
-    torch.manual_seed(0)
-    same = torch.rand(1, 3, 4, 4).repeat(8, 1, 1, 1)
-    for position in range(4):
-        amounts = [0.4 if position == change else 0.0 for change in range(4)]
-        changed = device_images.color_jitter(same, *amounts)
-        assert len({tuple(image.flatten().tolist()) for image in changed}) == 8
-    assert torch.equal(device_images.color_jitter(same), same)
-    assert device_images.color_jitter(same[:, :1], 0.1, 0.1, 0.1, 0.1).shape == (8, 1, 4, 4)
-
-
-def test_each_image_has_its_own_order_of_changes(monkeypatch):
-    torch.manual_seed(0)
-    amounts = iter((1.5, 0.5, 1.8, 0.2))
-    monkeypatch.setattr(device_images, "_factors", lambda images, *_, **__: torch.full((64, 1, 1, 1), next(amounts)))
-    changed = device_images.color_jitter(torch.rand(1, 3, 4, 4).repeat(64, 1, 1, 1), 0.5, 0.5, 0.8, 0.2)
-    assert 12 < len({tuple(image.flatten().tolist()) for image in changed}) <= 24
-
-
-def test_a_group_shares_the_operations_of_rand_augment():
-    options = Namespace(**vars(training(**EVERYTHING).options))
-    for key, value in dict(crop_padding=0, scale=[1.0, 1.0], ratio=[1.0, 1.0], hflip=0.0, vflip=0.0,
-                           color_jitter=0.0).items():
-        setattr(options, key, value)
-    augment = device_images.Augment(options, (16, 16), lambda images: images, None, CPU)
-    torch.manual_seed(0)
-    images = torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8).repeat(16, 1, 1, 1)
-    groups = augment._augmented(images).split(options.rand_augment_group)
-    assert all(torch.equal(group[0], image) for group in groups for image in group)
-    assert len({tuple(group[0].flatten().tolist()) for group in groups}) == len(groups) == 4
-
-
 def test_rand_augment_keeps_or_replaces_the_jitter_as_in_timm():
     options = training(**EVERYTHING).options
     for aa, jitter in ((None, [0.4, 0.4, 0.4, 0.1]), ("rand-m2-tincreasing3a", [0.4, 0.4, 0.4, 0.1]),
                        ("rand-m2", [0.0] * 4)):
         changed = Namespace(**{**vars(options), "aa": aa})
-        assert device_images.Augment(changed, (16, 16), None, None, CPU).jitter == jitter
+        assert augmentation.Augment(changed, (16, 16), None, None).jitter == jitter
 
 
 def test_mixing_stops_at_mixup_off_epoch():
@@ -243,7 +154,7 @@ def test_mixing_stops_at_mixup_off_epoch():
 
 
 def test_a_step_reads_no_value_from_the_device(monkeypatch):
-    """On a GPU, reading a value waits for all earlier work. torchvision's RandAugment reads only draws on the CPU."""
+    """On a GPU, reading a value waits for all earlier work. RandAugment reads only draws on the CPU."""
     one = training(**{**EVERYTHING, "rand_augment": None})
     next(iter(one.train_loader))  # decode
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"):
@@ -251,6 +162,39 @@ def test_a_step_reads_no_value_from_the_device(monkeypatch):
     one.data.reseed(0)
     for images, target in one.data.iterate(one.train_loader):
         one.loss(one.forward(images), target).backward()
+
+
+class NoBlockingCopies(TorchFunctionMode):
+    """Fail if a function copies values from the CPU to another device and waits for it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.device != CPU and not kwargs.get("non_blocking"):
+            assert func not in (torch.tensor, torch.as_tensor)
+            assert all(value.device != CPU for value in args if isinstance(value, torch.Tensor) and value.dim()), func
+        return result
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("changes", [{}, {"crop_padding": 0, "remode": "const", "recount": 2}])
+def test_the_augmentation_does_not_wait_for_its_device(device, changes):
+    """Tensors on the device `meta` have no values, so reading one raises an error."""
+    options = Namespace(**{**vars(training(**EVERYTHING).options), **changes})
+    images = torch.zeros(16, 3, 8, 8, dtype=torch.uint8, device=device)
+    normalise, mixing = device_images._Normalise([0.5], [0.5], images.device), dict(mixup_alpha=0.4, cutmix_alpha=1.0)
+    augment = augmentation.Augment(options, (16, 16), normalise, dict(mixing, num_classes=10))
+    labels = torch.zeros(16, dtype=torch.long, device=device)
+    augment(images, labels)  # makes the tables of RandAugment
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with NoBlockingCopies():
+            batch, _ = augment(images, labels)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert batch.shape == (16, 3, 16, 16)
 
 
 # ---------------------------------------------------------------------------------------------- sizes and bad images
@@ -303,7 +247,6 @@ def test_a_corrupt_image_is_named(several, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(rand_augment_group=0), "option 'rand_augment_group' is 0, but must be at least 1"),
     (dict(crop_padding=-1), "option 'crop_padding' is -1, but must be at least 0"),
     (dict(rand_augment=[9]),
      r"option 'rand_augment' is \[9\], but must be a number of operations and a magnitude up to 30"),
@@ -389,8 +332,8 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0
-    with pytest.raises(LabError, match=r"has other settings \(rand_augment_group was 4 and is now 8"):
-        commands.run(compared(tmp_path / "out", ["linear"], **{**EVERYTHING, "rand_augment_group": 8}))
+    with pytest.raises(LabError, match=r"has other settings \(crop_padding was 2 and is now 3"):
+        commands.run(compared(tmp_path / "out", ["linear"], **{**EVERYTHING, "crop_padding": 3}))
 
 
 @pytest.mark.parametrize("requested", [{}, {"device_images": False}])
@@ -414,7 +357,5 @@ def lines(**requested):
 
 def test_deviations_of_images_on_the_device():
     found = lines(crop_padding=4, rand_augment=[9, 5], reprob=0.25, train_crop_mode="rrc")
-    assert any("RandAugment: 64 images share a sequence of operations here; each image has its own in the paper" in line
-               for line in found)
     assert any("random erasing: areas of 0.02 to 0.333" in line for line in found)
     assert not any("pads by 4 pixels" in line or "timm's magnitudes" in line for line in found)

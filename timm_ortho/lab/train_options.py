@@ -31,8 +31,6 @@ DEVICE_OPTIONS = {
     "crop_padding": {"type": "int", "default": 0, "lab": "used", "about": "data"},
     # number of operations and magnitude (0 to 30) of torchvision's RandAugment, in place of `aa`
     "rand_augment": {"type": "int", "default": None, "list": True, "lab": "used", "about": "data"},
-    # images that share one draw of RandAugment's operations
-    "rand_augment_group": {"type": "int", "default": 64, "lab": "used", "about": "data"},
 }
 
 # Allowed numbers of options that timm reads without a check, or checks only while it trains: the description, a test of
@@ -43,7 +41,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "drop drop_connect drop_path drop_block model_ema_decay"),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf,
      "recount mixup cutmix mixup_off_epoch crop_pct crop_padding"),
-    ("at least 1", lambda value: value >= 1, "train_num_samples val_num_samples rand_augment_group"),
+    ("at least 1", lambda value: value >= 1, "train_num_samples val_num_samples"),
     ("two positive numbers in ascending order",
      lambda value: len(value) == 2 and 0 < value[0] <= value[1] < math.inf, "scale ratio"),
     ("two different numbers from 0 to 1 in ascending order",

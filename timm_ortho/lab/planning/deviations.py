@@ -21,6 +21,8 @@ _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_si
 # Options whose deviations exist only in a loader, if the named option of images on the device is set. `reprob` has
 # another deviation on the device.
 _ON_DEVICE = {"train_crop_mode": "crop_padding", "aa": "rand_augment", "reprob": "reprob"}
+_ERASING = ("random erasing: areas of 0.02 to 0.333 and ratios of 0.3 to 3.33 here; 0.02 to 0.33 and 0.3 to 3.3 in the "
+            "paper")
 
 
 def deviations(
@@ -60,7 +62,8 @@ def deviations(
     pairs, by_necessity = list(_pairs(design.variants(requested), there)), {}
     for model, here, partner in pairs:
         lines += [_prefix([model], pairs) + line for line in _differences(_options(here), _options(partner))]
-        for text in [*_of_recipe(here, partner, data, on_device), *(_of_device(here) if on_device else ())]:
+        erasing = [_ERASING] if on_device and here.options.reprob else []
+        for text in [*_of_recipe(here, partner, data, on_device), *erasing]:
             by_necessity.setdefault(text, []).append(model)
     return [*lines, *(_prefix(models, pairs) + text for text, models in by_necessity.items())]
 
@@ -126,18 +129,6 @@ def _of_recipe(here: Variant, partner: Variant, data: str | None, on_device: boo
     exact = {option for option, own_option in _ON_DEVICE.items() if on_device and getattr(here.options, own_option)}
     return [text for option, text in recipe_deviations(f"{network}_{data}{own}").items()
             if option not in exact and getattr(here.options, option) == getattr(partner.options, option)]
-
-
-def _of_device(here: Variant) -> list[str]:
-    """Return the differences from the paper of the augmentation on the device."""
-    options, lines = here.options, []
-    if options.rand_augment and options.rand_augment_group > 1:
-        lines.append(f"RandAugment: {options.rand_augment_group} images share a sequence of operations here; each "
-                     "image has its own in the paper")
-    if options.reprob:
-        lines.append("random erasing: areas of 0.02 to 0.333 and ratios of 0.3 to 3.33 here; 0.02 to 0.33 and 0.3 to "
-                     "3.3 in the paper")
-    return lines
 
 
 def _listed(values: Sequence[Any]) -> str:
