@@ -35,7 +35,7 @@ def register_block(
 
     A residual block adds the output of its branch to the stream, the tensor that the block receives and returns. After
     the registration, ``connect`` replaces this addition in instances of the class by a connection. The class itself
-    stays unchanged. Subclasses need their own registration.
+    stays unchanged. A subclass needs its own registration only if it overrides ``forward`` or ``method``.
 
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
