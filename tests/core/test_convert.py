@@ -486,7 +486,7 @@ def test_a_wrapper_that_adds_something_is_refused_and_its_part_is_connected():
     assert "not supported: test_convert.WithLoss. If the class that is not supported belongs to another" in message
     assert "connect the part with the blocks: timm_ortho.connect(model.encoder, ...). timm-ortho list" in message
     connect(model.encoder, "feature")
-    assert [site.name for site in sites(model)][0] == "encoder.blocks.0.connection_attention"
+    assert next(site.name for site in sites(model)) == "encoder.blocks.0.connection_attention"
     assert "model.encoder" not in str(unchanged(Foreign(), "feature"))
 
 
