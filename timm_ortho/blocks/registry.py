@@ -9,8 +9,9 @@ from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
 from ..masks import MASK_LAYOUTS
-from ..routing import RoutingError, bypass_of
+from ..routing import RoutingError
 from . import lookup
+from .bypass import bypass_of, bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec, last_width
@@ -167,7 +168,7 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
     if not reaches(block, "forward", spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    method, when = spec.method, route(block, spec, spec.kinds).bypass
+    method, when = spec.method, bypass_of_route(route(block, spec, spec.kinds))
     if not when and method != "forward":
         method, when = "forward", bypass_of(block, spec.method)
     if when:
