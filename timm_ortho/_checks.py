@@ -13,7 +13,7 @@ IMPORT_HINT = " (import the module that registers it; with train.py, pass --devi
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is from 2**-126, the smallest normal float32, to 2**127."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):  # torch.compile cannot trace math.isfinite
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):
         raise ValueError(f"eps must be in [2**-126, 2**127], got {eps!r}")
 
 

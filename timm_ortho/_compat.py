@@ -1,5 +1,6 @@
 """Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
-from typing import Any, ContextManager, ItemsView, Mapping, Optional
+from functools import partial
+from typing import Any, ContextManager, Dict, ItemsView, Mapping, Optional, Tuple
 
 import timm
 import torch
@@ -99,12 +100,23 @@ def is_sharded(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
+class Observer(partial):
+    """A forward hook that only reads the tensors of a call. :func:`has_hooks` ignores it."""
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs other code than its class's ``forward``, such as hooks."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        (module._forward_hooks and not all(isinstance(hook, Observer) for hook in module._forward_hooks.values()))
+        or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         or _modules._global_forward_hooks or _modules._global_forward_pre_hooks or _modules._global_backward_hooks
         or _modules._global_backward_pre_hooks or "forward" in vars(module) or is_compiled_in_place(module))
+
+
+def observe(module: nn.Module, inputs: Tuple[Any, ...], options: Dict[str, Any], output: Any) -> None:
+    """Call the observers of a module without other hooks, see :class:`Observer`."""
+    for observer in module._forward_hooks.values():
+        observer(module, inputs, options, output)
 
 
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:

@@ -4,9 +4,10 @@ An error in the user's input prints one line and returns 2. Errors that argparse
 print the usage, and exit with status 2.
 """
 import argparse
+import ast
 import importlib.util
+import json
 import os
-import re
 import runpy
 import shlex
 import sys
@@ -186,8 +187,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
     add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
-    add("--slurm", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
-        help="option of sbatch: partition=gpu, account=me")
+    add("--slurm", action="append", default=[], type=_sbatch_option, metavar="KEY=VALUE",
+        help="option of sbatch: partition=gpu, account=me, exclusive=true")
 
 
 def _add_device_images(parser: argparse.ArgumentParser) -> None:
@@ -626,21 +627,44 @@ def _env(parsed: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------------------------------ key=value
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_JSON = {"true": True, "false": False, "null": None}
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Parse `key=value` with a YAML value. 1e-6 becomes a number as in timm, although YAML reads it as text."""
+    """Parse `key=value` as timm's `--model-kwargs` does: a Python literal or text.
+
+    `true`, `false` and `null` are no text, and neither are lists and mappings of YAML, such as `[a, b]`.
+    """
     from ._yaml import YAMLError, load_yaml
 
+    key, value = _parts(text)
+    try:
+        read = ast.literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: thousands of nested lists
+        if not value.startswith(("[", "{")):
+            return key, _JSON.get(value, value)
+        try:
+            read = load_yaml(value)
+        except YAMLError:
+            raise UserError(f"the value in '{text}' is neither a Python literal nor YAML") from None
+    try:
+        json.dumps(read)
+    except TypeError:
+        raise UserError(f"the value in '{text}' contains {read!r}: write numbers, text, lists and mappings") from None
+    return key, read
+
+
+def _sbatch_option(text: str) -> tuple[str, Any]:
+    """Parse `key=value` for sbatch. Values are text, except `true`, which makes the option a flag without a value."""
+    key, value = _parts(text)
+    return key, value.lower() == "true" or value
+
+
+def _parts(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign:
         raise UserError(f"'{text}' is not of the form key=value")
-    try:
-        read = load_yaml(value)
-    except YAMLError:
-        raise UserError(f"the value in '{text}' is not YAML") from None
-    return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
+    return key.strip(), value.strip()
 
 
 # -------------------------------------------------------------------------------------------------- run

@@ -42,7 +42,7 @@ from ._checks import (
     check_weight,
     known_name,
 )
-from ._compat import has_hooks
+from ._compat import has_hooks, observe
 from .functional import KEEPS, checked_update, update_with_norm
 from .masks import CAUSAL_MASK, MASK_LAYOUTS, real_tokens
 from .update.backend import kernels_for
@@ -253,6 +253,7 @@ class FeatureConnection(Connection):
         if kernels_for(x) is not None and can_fuse_norm(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
+                observe(self, (x, f), {"attn_mask": attn_mask}, both[0])
                 return both
         return super().with_norm(x, f, norm, attn_mask)
 

@@ -353,11 +353,13 @@ def _blocks(model: nn.Module) -> list[_Block]:
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
                    f"not supported: {', '.join(unsupported) or 'none'}")
+    if supported and unsupported:
+        problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
+                    "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
         "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
-        "class that has no stream. If an unsupported class is an adapter (LoRA) around a layer outside the blocks, "
-        "such as the head, call connect before you add the adapter. The model is unchanged.", tuple(unsupported))
+        "class that has no stream. The model is unchanged.", tuple(unsupported))
 
 
 def _added(module: nn.Module) -> set[str]:

@@ -36,9 +36,8 @@ import ast
 import inspect
 import linecache
 import re
-from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
 
 import torch
 
@@ -99,13 +98,6 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     return ast.Module(cast(ast.If, tree.body[0]).body, type_ignores=[])
 
 
-def bypass_of(block: type, method: str) -> str:
-    """Return when ``forward`` does not use another method of the block, as :attr:`Route.bypass` describes it."""
-    forward = inspect.unwrap(cast(Any, block).forward)
-    bypass = _Bypass(forward, lambda node: isinstance(node, ast.Attribute) and node.attr == method, set(), False)
-    return bypass.of(syntax_tree(forward))
-
-
 class Route:
     """The additions of one method of a block class, and the conditions under which a call reaches them.
 
@@ -121,9 +113,6 @@ class Route:
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
-        bypass: Condition under which a call computes its result without one of the connections, as source code; an
-            empty string if there is no such condition. Conditions that depend only on the configuration of a block do
-            not count, and neither do calls that return the stream unchanged.
         with_norm: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
             of this norm. Both are computed in one call. If an addition is on both sides of an ``if``, one side
             suffices.
@@ -168,11 +157,8 @@ class Route:
                 and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
             raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
                                "the wrapper as a decorator in the class")
-        for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
-            if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
-                node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = _Router(sums, self.method, mask, sides_differ, keeps_order)
-        self.tree = ast.fix_missing_locations(router.visit(tree))
+        self._arguments = sums, self.method, mask, sides_differ, keeps_order
+        self.tree, router = self.replaced(tree)
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
@@ -187,8 +173,6 @@ class Route:
             connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
             self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
-        calls = set(router.calls)
-        self.bypass = _Bypass(self.method, calls.__contains__, router.streams, sides_differ).of(self.tree)
         self.branch_first = router.branch_first
         self._paths = router.paths
         self.with_norm: Dict[str, str] = {}
@@ -196,6 +180,14 @@ class Route:
             norms = _Norms(self.method, router.calls)
             norms.rewrite(self.tree)
             self.with_norm = norms.found
+
+    def replaced(self, tree: ast.Module) -> Tuple[Any, "Router"]:
+        """Replace the additions in a syntax tree of the method. Return the tree and the router, which has the calls."""
+        for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
+            if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
+                node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
+        router = Router(*self._arguments)
+        return ast.fix_missing_locations(router.visit(tree)), router
 
     def reached(self, block: Any) -> List[bool]:
         """Return for each addition whether a call of ``block`` can reach it with the block's present attributes."""
@@ -238,7 +230,7 @@ class Route:
         return routed
 
 
-class _Router(ast.NodeTransformer):
+class Router(ast.NodeTransformer):
     """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run."""
 
     def __init__(
@@ -250,7 +242,7 @@ class _Router(ast.NodeTransformer):
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
         self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
-        self.local = _locals(function.__code__) - {self.instance}
+        self.local = locals_of(function.__code__) - {self.instance}
         self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
@@ -336,9 +328,9 @@ class _Router(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
-        if _leaves(node.body):  # the following statements run only if the test is false
-            self.conditions.append(_negated(node.test))
-        elif _leaves(node.orelse):
+        if leaves(node.body):  # the following statements run only if the test is false
+            self.conditions.append(negated(node.test))
+        elif leaves(node.orelse):
             self.conditions.append(node.test)
         return node
 
@@ -358,12 +350,12 @@ class _Router(ast.NodeTransformer):
     def _visit_sides(
             self, test: ast.expr, then: List[Any], otherwise: List[Any]) -> Tuple[List[Any], List[Any]]:
         start, ends, visited = self.position, [], []
-        for condition, side in ((test, then), (_negated(test), otherwise)):
+        for condition, side in ((test, then), (negated(test), otherwise)):
             self.position = self.position if self.sides_differ else start
             self.conditions.append(condition)
             visited.append(self._visit_statements(side))
             self.conditions.pop()
-            ends.append(start if _leaves(side) else self.position)
+            ends.append(start if leaves(side) else self.position)
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem += (
                 f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
@@ -381,90 +373,11 @@ class _Router(ast.NodeTransformer):
         """Return the conditions of the present path that depend only on the configuration of the block."""
         known = []
         for condition in self.conditions:
-            if not _is_fixed(condition, self.local):
+            if not is_fixed(condition, self.local):
                 continue
             expression = ast.fix_missing_locations(ast.Expression(condition))
             known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known
-
-
-class _Bypass:
-    """Find a condition under which a call leaves out a connection, such as ``self.training``.
-
-    The sides of a statement are compared, such as the two sides of an ``if``, see :func:`_sides`. If a side may return,
-    the statements that follow belong to both sides.
-
-    Args:
-        function: The method.
-        is_call: Whether a node is the call of a connection.
-        streams: Source expressions of the stream.
-        sides_differ: Whether both sides of an ``if`` may have different numbers of calls, if each side has a call.
-    """
-
-    def __init__(
-            self, function: FunctionType, is_call: Callable[[ast.AST], bool], streams: Set[str], sides_differ: bool,
-    ) -> None:
-        code = function.__code__
-        self.is_call, self.streams, self.sides_differ = is_call, streams, sides_differ
-        self.local = _locals(code) - {code.co_varnames[0]}
-        self.arguments = set(code.co_varnames[1:code.co_argcount])
-        self.assigned: Set[str] = set()
-        self.found = ""
-
-    def of(self, tree: ast.Module) -> str:
-        function = tree.body[0]
-        if isinstance(function, ast.FunctionDef):  # not a lambda
-            self._count(function.body)
-        return self.found
-
-    def _count(self, nodes: Sequence[ast.AST]) -> int:
-        """Return the number of connections that a call reaches in these nodes, on the path with the most calls."""
-        count = 0
-        for index, node in enumerate(nodes):
-            inner = list(ast.iter_child_nodes(node))
-            if isinstance(node, _LEAVING):
-                return count + self._count(inner)
-            tests, *sides = _sides(node)
-            leaves = any(map(_leaves, sides)) or any(
-                isinstance(each, _RETURNING) for side in sides for top in side for each in ast.walk(top))
-            rest = nodes[index + 1:] if leaves else []
-            if len(sides) > 1:
-                count += self._count(tests) + max(
-                    self._larger(node, tests[0], pair, rest) for pair in pairwise(sides))
-            elif sides:
-                count += self._count([*tests, *sides[0], *rest])
-            else:
-                count += self.is_call(node) + self._count(inner)
-            if leaves:
-                return count
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.assigned.add(node.id)
-        return count
-
-    def _larger(self, node: ast.AST, test: Any, sides: Sequence[Sequence[ast.AST]], rest: Sequence[ast.AST]) -> int:
-        """Compare two sides of a statement. ``rest`` follows a side that does not return."""
-        only = rest if any(map(_leaves, sides)) else ()  # otherwise, both sides continue with the rest
-        changes = [self._changes([*side, *only]) for side in sides]
-        counts = [self._count([*side, *rest]) for side in sides]
-        fewer = counts.index(min(counts))
-        may_differ = self.sides_differ and min(counts) > 0
-        is_fixed = isinstance(node, (ast.If, ast.IfExp)) and _is_fixed(test, self.local)
-        if counts[0] != counts[1] and changes[fewer] and not may_differ and not is_fixed:
-            self.found = self.found or ast.unparse(_negated(test) if fewer else test)
-        return max(counts)
-
-    def _changes(self, side: Sequence[ast.AST]) -> bool:
-        """Return whether one side of a statement changes the stream other than by connections, and does not raise."""
-        end = next((index for index, node in enumerate(side) if isinstance(node, _LEAVING)), len(side))
-        if end < len(side) and isinstance(side[end], ast.Raise):
-            return False
-        return not all(map(self._keeps, side[:end + 1]))
-
-    def _keeps(self, node: ast.AST) -> bool:
-        """Return whether a statement assigns or returns the stream or the sum, or an expression is one of them."""
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)) else node
-        return value is None or isinstance(value, (ast.Pass, ast.Continue, ast.Break)) or self.is_call(value) or (
-            ast.unparse(value) in self.streams | (self.arguments - self.assigned))
 
 
 class _Norms:
@@ -484,7 +397,7 @@ class _Norms:
     def __init__(self, function: FunctionType, calls: Sequence[ast.Call]) -> None:
         self.calls = calls
         self.found: Dict[str, str] = {}
-        self.names = {*_locals(function.__code__), *names_in(function.__code__)}
+        self.names = {*locals_of(function.__code__), *names_in(function.__code__)}
         self.norm_call = re.compile(rf"{function.__code__.co_varnames[0]}\.(\w*norm\w*|ln\w*)\((\w+)\)", re.IGNORECASE)
 
     def rewrite(self, tree: ast.AST) -> None:
@@ -570,13 +483,13 @@ def _has_call(node: ast.AST) -> bool:
     return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
 
 
-def _locals(code: CodeType) -> Set[str]:
+def locals_of(code: CodeType) -> Set[str]:
     """Return the local names of a function and of the functions inside it."""
-    inner = [_locals(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [locals_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*code.co_varnames, *code.co_cellvars}.union(*inner)
 
 
-def _is_fixed(condition: ast.expr, local: Set[str]) -> bool:
+def is_fixed(condition: ast.expr, local: Set[str]) -> bool:
     """Return whether a condition depends only on the configuration of the block."""
     return not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # a call may be random
                    or getattr(node, "id", None) in local or getattr(node, "attr", None) in _CHANGING
@@ -590,42 +503,20 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
         return True
 
 
-_RETURNING = (ast.Return, ast.Continue, ast.Break)
-_LEAVING = (*_RETURNING, ast.Raise)
+RETURNING = (ast.Return, ast.Continue, ast.Break)
+LEAVING = (*RETURNING, ast.Raise)
 
 
-def _sides(node: ast.AST) -> List[Sequence[ast.AST]]:
-    """Return the expressions that select one side of a statement, and the sides; only ``[[]]`` for other nodes."""
-    if isinstance(node, ast.If):
-        return [[node.test], node.body, node.orelse]
-    if isinstance(node, ast.IfExp):
-        return [[node.test], [node.body], [node.orelse]]
-    if isinstance(node, (ast.For, ast.While)):
-        expressions = [node.test] if isinstance(node, ast.While) else [node.iter, node.target]
-        return [expressions, [*node.body, *node.orelse], node.orelse]
-    if isinstance(node, ast.With):
-        return [node.items, node.body]
-    if isinstance(node, ast.Try):
-        types = [handler.type or ast.Name("BaseException", ast.Load()) for handler in node.handlers]
-        body = [*node.body, *node.orelse, *node.finalbody]
-        return [types, *([*handler.body, *node.finalbody] for handler in node.handlers), body]
-    if isinstance(node, ast.Match):
-        last = node.cases[-1]
-        is_complete = last.guard is None and isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
-        return [[node.subject], *(case.body for case in node.cases), *([] if is_complete else [[]])]
-    return [[]]
-
-
-def _leaves(statements: Sequence[ast.AST]) -> bool:
+def leaves(statements: Sequence[ast.AST]) -> bool:
     """Return whether these statements end with a return or raise, or leave an iteration of a loop."""
     last = statements[-1] if statements else None
     if isinstance(last, (ast.With, ast.Try)):
-        return _leaves(last.body) and all(_leaves(handler.body) for handler in getattr(last, "handlers", ()))
-    return isinstance(last, _LEAVING) or (
-        isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse))
+        return leaves(last.body) and all(leaves(handler.body) for handler in getattr(last, "handlers", ()))
+    return isinstance(last, LEAVING) or (
+        isinstance(last, ast.If) and leaves(last.body) and leaves(last.orelse))
 
 
-def _negated(test: ast.expr) -> ast.expr:
+def negated(test: ast.expr) -> ast.expr:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return test.operand
     return ast.UnaryOp(ast.Not(), test)

@@ -468,6 +468,28 @@ def test_adapters_belong_to_their_branch():
     assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))
 
 
+class WithLoss(nn.Module):
+    """A model that adds a penalty to its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = tiny_vit()
+
+    def forward(self, x, labels):
+        y = self.encoder(x)
+        return nn.functional.cross_entropy(y, labels) + y.square().mean()
+
+
+def test_a_wrapper_that_adds_something_is_refused_and_its_part_is_connected():
+    model = WithLoss()
+    message = str(unchanged(model, "feature"))
+    assert "not supported: test_convert.WithLoss. If the class that is not supported belongs to another" in message
+    assert "connect the part with the blocks: timm_ortho.connect(model.encoder, ...). timm-ortho list" in message
+    connect(model.encoder, "feature")
+    assert next(site.name for site in sites(model)) == "encoder.blocks.0.connection_attention"
+    assert "model.encoder" not in str(unchanged(Foreign(), "feature"))
+
+
 def test_a_block_that_a_new_timm_release_has_changed(monkeypatch):
     class Block(vit.Block):
         def forward(self, x):

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.kernel_cases import DEVICE, needs_triton
 from helpers.one_site import OneSite
 from timm.utils import ModelEmaV3
 from torch import nn
 
 import timm_ortho
 from timm_ortho.diagnostics import record_dynamics
+from timm_ortho.functional import use_backend
+from timm_ortho.update import backend
 
 COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
            "cosine", "s", "s_added", "rho", "theta"]
@@ -308,6 +311,31 @@ def test_training_is_bit_identical(make, checkpointing, autocast):
     # The second forward pass of gradient checkpointing is not recorded.
     assert [row["step"] for row in recorder.rows] == [0] * sites + [2] * sites
     assert all(math.isfinite(row["stream"]) for row in recorder.rows)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@needs_triton
+def test_kernels_that_compute_the_norm_too_are_recorded(checkpointing, monkeypatch):
+    monkeypatch.setattr(timm.layers.config, "_USE_REENTRANT_CKPT", checkpointing == "reentrant")
+    backend.norm_plans.clear()
+
+    def run(recorded):
+        model = vit().to(DEVICE)
+        model.set_grad_checkpointing(checkpointing is not None)
+        recorder = timm_ortho.record(model, every=2) if recorded else None
+        with use_backend("triton"):
+            train(model, 2, forward=lambda x: model(x.to(DEVICE)))
+        return model, recorder
+
+    (model, recorder), (plain, _) = run(True), run(False)
+    assert backend.norm_plans
+    same_bits(model, plain)
+    assert [(row["step"], row["name"]) for row in recorder.rows] == [(0, site.name) for site in timm_ortho.sites(model)]
+    with use_backend("torch"), timm_ortho.record(again := vit().to(DEVICE)) as expected:
+        again(images().to(DEVICE))
+    for row, other in zip(recorder.rows, expected.rows, strict=True):
+        assert {key: row[key] for key in COLUMNS[4:12]} == pytest.approx(
+            {key: other[key] for key in COLUMNS[4:12]}, rel=1e-4, abs=1e-5)
 
 
 def test_sites_have_hooks_only_during_a_recorded_pass():

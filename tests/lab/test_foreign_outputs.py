@@ -167,7 +167,7 @@ def test_aliases_are_refused_in_one_line(tmp_path, capsys):
     with pytest.raises(LabError, match=r"study.yaml cannot be read \(.*aliases \(\*name\) are not supported"):
         read(tmp_path)
     assert cli.main(["compare", "--option", "a=[&a 1, *a]"]) == 2
-    assert "the value in 'a=[&a 1, *a]' is not YAML" in capsys.readouterr().err
+    assert "the value in 'a=[&a 1, *a]' is neither a Python literal nor YAML" in capsys.readouterr().err
 
 
 def test_own_files_have_no_aliases(tmp_path):

@@ -170,6 +170,7 @@ def test_description_of_the_data(tmp_path):
     ({"input_size": [3, 16, 32]}, [16, 32], "--img-size"),
     ({"model": "vit_test"}, [8, 8], "the model's default"),
     ({"model": "vit_test", "model_kwargs": {"img_size": 24}}, [24, 24], "--model-kwargs img_size"),
+    ({"model": "vit_test", "model_kwargs": {"img_size": (16, 24)}}, [16, 24], "--model-kwargs img_size"),
 ])
 def test_origin_of_the_image_size(tmp_path, options, size, origin):
     data = data_of(image_folder(tmp_path, "train", "val"), **options)

@@ -1,5 +1,9 @@
 """planning/recipe.py: timm's keys, types and defaults, and errors for invalid values."""
+import argparse
+import contextlib
+
 import pytest
+import timm
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError
@@ -30,11 +34,40 @@ def test_values_get_timms_types(tmp_path):
 
 @pytest.mark.parametrize(("text", "value"), [
     ("1e-6", 1e-6), ("-2.5E+3", -2.5e3), ("1.0e-6", 1e-6), ("3", 3), ("true", True), ("[1, 2]", [1, 2]), ("1e", "1e"),
-    ("vit_small", "vit_small"), ("5e3d1ab", "5e3d1ab"),
+    ("vit_small", "vit_small"), ("5e3d1ab", "5e3d1ab"), ("(16,16)", (16, 16)), ("None", None), ("0123", "0123"),
+    ("16:00", "16:00"), ("on", "on"), ("2026-11-28", "2026-11-28"), ("a=b", "a=b"), ("", ""), ("True", True),
+    ("{'file': 'a.pth'}", {"file": "a.pth"}), ("[1, [2, 3]]", [1, [2, 3]]), ("'1'", "1"),
 ])
-def test_assignments_read_numbers_as_timms_parser_does(text, value):
+def test_assignments_are_read_as_timms_parser_does(text, value):
     key, read = cli._assignment(f"connection_eps={text}")
     assert (key, read, type(read)) == ("connection_eps", value, type(value))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", action=timm.utils.ParseKwargs)
+    if text == "true":  # text for timm's parser
+        return
+    with contextlib.suppress(ValueError, SyntaxError):  # timm 1.0.16 fails for some text
+        assert parser.parse_args(["--model-kwargs", f"{key}={text}"]).model_kwargs == {key: value}
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("true", True), ("false", False), ("null", None), ("[linear, 2]", ["linear", 2]), ("{file: a}", {"file": "a"}),
+])
+def test_assignments_read_yaml_that_is_no_python(text, value):
+    assert cli._assignment(f"a={text}") == ("a", value)
+
+
+@pytest.mark.parametrize("text", ["{0, 1}", "[2026-11-28]", "1j"])
+def test_values_that_json_cannot_store_are_refused(text, capsys):
+    assert cli.main(["compare", "--model-kwargs", f"a={text}"]) == 2
+    assert f"the value in 'a={text}' contains " in capsys.readouterr().err
+
+
+def test_values_for_sbatch_are_text():
+    options = "account=0123 begin=16:00 constraint=on comment=1_0 gres=gpu:1 mem=64G exclusive=true".split()
+    parsed = cli._parser().parse_args(["study", "run", "accuracy", *(f"--slurm={option}" for option in options)])
+    assert dict(parsed.slurm) == {
+        "account": "0123", "begin": "16:00", "constraint": "on", "comment": "1_0", "gres": "gpu:1", "mem": "64G",
+        "exclusive": True}
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -1,6 +1,7 @@
 """Look up block classes in the libraries' tables and among the classes that users registered."""
 import importlib
-from typing import Dict, Optional, Tuple
+import inspect
+from typing import Any, Dict, Optional, Tuple
 
 from . import timm, torchvision, transformers
 from .spec import BlockSpec
@@ -20,11 +21,27 @@ def class_name(cls: type) -> str:
 def spec_of_class(cls: type) -> Optional[BlockSpec]:
     """Return the spec of a block class; None for any other class.
 
-    A subclass has no spec, because its ``forward`` may differ. If a registered class is defined again, for example in a
-    notebook cell, the new class has no spec until it is registered.
+    A subclass has the spec of its base class, under its own name, if it inherits ``forward`` and the method with the
+    additions unchanged. If a registered class is defined again, for example in a notebook cell, the new class has no
+    spec until it is registered.
     """
     name = class_name(cls)
+    if name in SPECS or name in NOT_RESIDUAL:
+        return _listed(cls)
+    bases = ((base, _listed(base)) for base in cls.__mro__[1:])
+    return next((spec._replace(name=name) for base, spec in bases
+                 if spec and all(_function(cls, each) is _function(base, each) for each in {"forward", spec.method})),
+                None)
+
+
+def _listed(cls: type) -> Optional[BlockSpec]:
+    name = class_name(cls)
     return SPECS.get(name) if REGISTERED.get(name, cls) is cls else None
+
+
+def _function(cls: type, name: str) -> Any:
+    function: Any = getattr(cls, name, None)
+    return inspect.unwrap(function)
 
 
 def specs(library: str) -> Tuple[BlockSpec, ...]:

@@ -9,8 +9,9 @@ from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
 from ..masks import MASK_LAYOUTS
-from ..routing import RoutingError, bypass_of
+from ..routing import RoutingError
 from . import lookup
+from .bypass import bypass_of, bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec, last_width
@@ -35,7 +36,7 @@ def register_block(
 
     A residual block adds the output of its branch to the stream, the tensor that the block receives and returns. After
     the registration, ``connect`` replaces this addition in instances of the class by a connection. The class itself
-    stays unchanged. Subclasses need their own registration.
+    stays unchanged. A subclass needs its own registration only if it overrides ``forward`` or ``method``.
 
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
@@ -167,7 +168,7 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
     if not reaches(block, "forward", spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    method, when = spec.method, route(block, spec, spec.kinds).bypass
+    method, when = spec.method, bypass_of_route(route(block, spec, spec.kinds))
     if not when and method != "forward":
         method, when = "forward", bypass_of(block, spec.method)
     if when:

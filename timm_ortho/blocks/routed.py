@@ -10,7 +10,8 @@ import inspect
 import re
 import sys
 from functools import cache
-from typing import Any, Dict, Optional, Tuple
+from operator import attrgetter
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
@@ -168,9 +169,32 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base, _, ending = name.rpartition("__")
     for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):
-        spec = next((spec for spec in lookup.SPECS.values() if routed_name(spec.name) == class_name), None)
-        if spec is not None and set(kinds or ()) <= set(spec.sites):
-            return routed_class(lookup.class_of(spec), spec, kinds)
+        host = _class_named(class_name)
+        spec = lookup.spec_of_class(host) if host else None
+        if host and spec and set(kinds or ()) <= set(spec.sites):
+            return routed_class(host, spec, kinds)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: call timm_ortho.register_block for your own block class "
-        "before you load a model that contains it")
+        f"module {__name__!r} has no attribute {name!r}: import the module of your own block class, and call "
+        "timm_ortho.register_block if the class needs it, before you load a model that contains it")
+
+
+def _class_named(class_name: str) -> Optional[type]:
+    """Return a listed class, or another importable class of modules, whose routed class would have a name."""
+    spec = next((spec for spec in lookup.SPECS.values() if routed_name(spec.name) == class_name), None)
+    if spec is not None:
+        return lookup.class_of(spec)
+    return next((cls for cls in _subclasses(nn.Module)
+                 if routed_name(lookup.class_name(cls)) == class_name and _is_importable(cls)), None)
+
+
+def _subclasses(cls: Any) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _is_importable(cls: type) -> bool:
+    try:
+        return attrgetter(cls.__qualname__)(sys.modules.get(cls.__module__)) is cls
+    except AttributeError:
+        return False

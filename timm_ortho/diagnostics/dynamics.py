@@ -24,7 +24,6 @@ at initialization.
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count
-from .._compat import compiled_model, functorch_is_active, is_compiled_in_place
+from .._compat import Observer, compiled_model, functorch_is_active, is_compiled_in_place
 from ..connections import Connection, HybridConnection
 from ..functional import decompose
 from ..masks import real_tokens
@@ -105,7 +104,7 @@ def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], No
 
     with ExitStack() as hooks:
         for index, connection in enumerate(connections):
-            hooks.enter_context(connection.register_forward_hook(partial(hook, index), with_kwargs=True))
+            hooks.enter_context(connection.register_forward_hook(Observer(hook, index), with_kwargs=True))
         yield
 
 
@@ -179,10 +178,11 @@ class Recorder:
     | ``rho``, ``theta`` | learned values of a hybrid connection after clamping; None for other connections |
     | ``cosines`` | list with the cosine of each group; only for connections with groups of channels |
 
-    Training stays bit-identical: no random number is drawn, and outputs and gradients do not change. Sites have hooks
-    only during a recorded pass, so the recomputation of activation checkpointing is not recorded. Copies and pickles of
-    the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read. Reading takes one
-    transfer for each recorded step. In distributed training, each process records its share of the batch.
+    Training stays bit-identical: no random number is drawn, outputs and gradients do not change, and the same kernels
+    run. Sites have hooks only during a recorded pass, so the recomputation of activation checkpointing is not recorded.
+    Copies and pickles of the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are
+    read. Reading takes one transfer for each recorded step. In distributed training, each process records its share of
+    the batch.
 
     The first recorded pass that calls no connection of some blocks raises a warning: these blocks may have computed
     their additions in other code.

@@ -60,7 +60,11 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
     with refused(f"{options.model} with connection '{connection}'"):
         model = build()
         if options.img_size is None and options.input_size is None:
-            options.img_size = options.model_kwargs.get("img_size")
+            size = options.model_kwargs.get("img_size")
+            if isinstance(size, (tuple, list)):  # train.py's --img-size is one number
+                options.input_size = [channels, *size]
+            else:
+                options.img_size = size
         _, height, width = data_config(model, vars(options), channels)["input_size"]
         if options.img_size is None and options.input_size is None and channels != 3:  # train.py assumes three channels
             options.input_size = [channels, height, width]

@@ -1,0 +1,195 @@
+"""Test subclasses of known block classes: they are known too if they inherit the methods with the additions."""
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.own_block import MyBlock, tokens
+from timm.models.resnet import BasicBlock, ResNet
+from timm.models.vision_transformer import Block
+from torch import nn
+
+import timm_ortho
+from timm_ortho import UnsupportedModelError, connect, disconnect, sites
+from timm_ortho.blocks import host_class, lookup, routed
+
+pytestmark = pytest.mark.usefixtures("restored")
+
+
+class Larger(Block):
+    def __init__(self, dim, heads):
+        super().__init__(dim, heads)
+        self.extra = nn.Linear(dim, dim)
+
+
+class Other(Block):
+    pass
+
+
+class Nested(Larger):
+    pass
+
+
+class Narrow(BasicBlock):
+    expansion = 1
+
+
+class Named(Block):
+    def forward(self, x, attn_mask=None):
+        return super().forward(x, attn_mask)
+
+
+class Split(nn.Module):
+    """A block whose additions are in another method than forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.mix(self.before(x))
+
+    def before(self, x):
+        return x
+
+    def mix(self, x):
+        return x + self.f(x)
+
+
+class Scaled(Split):
+    def before(self, x):
+        return 2 * x
+
+
+class Mixed(Split):
+    def mix(self, x):
+        return x + 2 * self.f(x)
+
+
+class Forwarded(Split):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("connection", timm_ortho.CONNECTIONS)
+def test_subclasses_compute_what_their_base_computes(connection):
+    blocks = [cls(8, 2).eval() for cls in (Block, Larger, Other, Nested)]
+    for block in blocks[1:]:
+        block.load_state_dict(blocks[0].state_dict(), strict=False)
+    keys = [[*block.state_dict()] for block in blocks]
+    plain = blocks[0](tokens())
+    connect(nn.Sequential(*blocks), connection)
+    expected = blocks[0](tokens())
+    assert all(torch.equal(block(tokens()), expected) for block in blocks[1:])
+    assert len({*map(type, blocks)}) == 4
+    assert [host_class(block) for block in blocks] == [Block, Larger, Other, Nested]
+    assert len(sites(nn.Sequential(*blocks))) == 8
+    disconnect(nn.Sequential(*blocks))
+    assert [type(block) for block in blocks] == [Block, Larger, Other, Nested]
+    assert [[*block.state_dict()] for block in blocks] == keys
+    assert all(torch.equal(block(tokens()), plain) for block in blocks)
+
+
+def test_a_subclass_in_a_model_of_timm():
+    torch.manual_seed(0)
+    model = ResNet(Narrow, [1, 1, 1, 1], num_classes=2, zero_init_last=False).eval()
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    assert torch.equal(connect(model, "linear")(x), expected)
+    assert len(sites(model)) == 4
+    assert not torch.equal(connect(model, "feature")(x), expected)
+
+
+def test_methods_that_decide():
+    timm_ortho.register_block(Split, stream="x", kinds=("mlp",), method="mix")
+    assert len(sites(connect(nn.Sequential(Scaled()), "feature"))) == 1
+    for cls in (Mixed, Forwarded):
+        assert lookup.spec_of_class(cls) is None
+
+
+def test_a_subclass_with_its_own_forward_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"not supported: test_subclasses\.Named"):
+        connect(nn.Sequential(Other(8, 2), Named(8, 2)), "feature")
+
+
+@pytest.mark.parametrize("kinds", [None, "mlp"])
+def test_copies_and_pickles(kinds):
+    model = connect(nn.Sequential(Larger(8, 2), Nested(8, 2)), "global", kinds=kinds).eval()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [*map(type, copied)] == [*map(type, model)]
+        assert torch.equal(copied(tokens()), model(tokens()))
+
+
+SCRIPT = """
+import sys, timm_ortho, torch
+from timm.models.vision_transformer import Block
+from torch import multiprocessing, nn
+
+class Larger(Block):
+    pass
+
+def work(rank, model):
+    print(len(timm_ortho.sites(model)), type(model[0]).__bases__[0] is Larger)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "save":
+        model = timm_ortho.connect(nn.Sequential(Larger(8, 2)))
+        torch.save(model, sys.argv[2])
+        multiprocessing.spawn(work, (model,), nprocs=1)
+    else:
+        work(0, torch.load(sys.argv[2], weights_only=False))
+"""
+
+
+def test_a_subclass_of_a_script_is_read_in_other_processes(tmp_path):
+    script, weights = tmp_path / "script.py", tmp_path / "model.pt"
+    script.write_text(SCRIPT, encoding="utf-8")
+    for action in ("save", "load"):
+        done = subprocess.run([sys.executable, script, action, weights], capture_output=True, text=True)
+        assert done.stdout == "2 True\n", done.stderr
+
+
+def test_a_pickle_whose_class_was_not_imported():
+    with pytest.raises(AttributeError, match="import the module of your own block class, and call "
+                                             r"timm_ortho\.register_block if the class needs it"):
+        routed.my_module__MyBlock  # noqa: B018
+
+
+def test_a_subclass_that_is_defined_again(monkeypatch):
+    """A notebook cell that runs twice defines its class twice. Only the present class can be pickled."""
+    def cell():
+        cls = type("Cell", (Block,), {"__module__": __name__})
+        monkeypatch.setattr(sys.modules[__name__], "Cell", cls, raising=False)
+        return connect(nn.Sequential(cls(8, 2)))
+
+    old, new = cell(), cell()
+    assert len(sites(old)) == len(sites(new)) == 2
+    assert type(pickle.loads(pickle.dumps(new))[0]) is type(new[0]) is not type(old[0])
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(old)
+
+
+def test_a_registration_of_the_subclass_comes_first():
+    connected = connect(nn.Sequential(Other(8, 2)))
+    timm_ortho.register_block(Other, stream="x", kinds=("attention", None))
+    assert len(sites(connect(nn.Sequential(Other(8, 2))))) == 1
+    assert len(sites(connect(connected))) == 1
+    again = type("Other", (Block,), {"__module__": __name__})  # a cell that runs again
+    assert lookup.spec_of_class(again) is None
+
+
+def test_not_residual_excludes_a_subclass():
+    timm_ortho.not_residual(Other, "for a test")
+    model = connect(nn.Sequential(Other(8, 2), Larger(8, 2)))
+    assert {site.name.partition(".")[0] for site in sites(model)} == {"1"}
+
+
+def test_a_subclass_of_a_class_that_is_defined_again():
+    def define():
+        return type("Again", (MyBlock,), {"forward": MyBlock.forward, "__module__": __name__})
+
+    old, new = define(), define()
+    timm_ortho.register_block(new, stream="x", kinds=("attention", "mlp"))
+    assert [lookup.spec_of_class(type("Sub", (base,), {})) is not None for base in (old, new)] == [False, True]
