@@ -49,8 +49,8 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         each of the shape of ``f`` and in the dtype of ``x + f``.
 
     Raises:
-        ValueError: Shapes differ, a dtype is not floating-point, ``dim`` does not exist, or ``eps`` is not positive and
-            finite.
+        ValueError: Shapes differ, a dtype is not floating-point, ``dim`` does not exist, or ``eps`` is not in
+            [2**-126, 2**127].
 
     Example:
         >>> decompose(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]))
@@ -104,7 +104,7 @@ def residual_update(
 
     Raises:
         ValueError: Shapes or devices differ, a dtype is not floating-point, ``dim`` does not exist, a weight is not a
-            scalar, ``eps`` is not positive and finite, ``mask`` is not boolean or does not broadcast, ``keep`` or
+            scalar, ``eps`` is not in [2**-126, 2**127], ``mask`` is not boolean or does not broadcast, ``keep`` or
             ``backend`` is unknown, or a tensor is nested.
         RuntimeError: The requested backend cannot run.
 
