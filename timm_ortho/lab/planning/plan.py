@@ -22,7 +22,7 @@ from ...models.names import base_name
 from ...runs.folders import import_modules
 from .. import LabError, refuse_links, write_text
 from ..data import Source
-from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
+from ..folder import PLAN, RESULT, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .design import COMPARISON, Variant
 from .deviations import deviations
@@ -73,7 +73,8 @@ class StudyPlan:
                   "study": study, "places": points}
         write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
-            run.write(self.folder / name)
+            if not (self.folder / name / RESULT).is_file():  # the files of a finished run describe its training
+                run.write(self.folder / name)
 
     def _stored(self) -> dict:
         """Return the contents of an existing `study.yaml`, {} for a new folder. See `write` for the errors."""
