@@ -204,10 +204,18 @@ def _description(
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
+        "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
         "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     }
+
+
+def _weights(variant: Variant) -> str:
+    """Return the file or the pretrained model whose weights a variant starts from; empty for random weights."""
+    options = vars(variant.options)
+    pretrained = options.get("pretrained") and (options.get("pretrained_path") or options["model"])
+    return options.get("initial_checkpoint") or pretrained or ""
 
 
 def _data_of(source: Source, sizes: Sequence[Size]) -> dict:

@@ -310,7 +310,9 @@ def note(study: Mapping[str, Any], *measured: str) -> str:
 
 
 def of_data(layout: Layout) -> Iterator[str]:
-    """Yield sentences about the images of a study. Older studies have no `data`."""
+    """Yield sentences about the initial weights and the images of a study. Older studies have no `data`."""
+    if layout.study.get("weights"):
+        yield f"The runs start from the weights of {', '.join(layout.study['weights'])}."
     data = layout.study.get("data")
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
