@@ -175,7 +175,8 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}" in errors
         assert ": leave this folder out" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
-    assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
+    assert ("has no study.yaml: use the --output of timm-ortho study or compare (study report adds runs of train.py to "
+            "it)") in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert f"{hand / 'args.yaml'} names no model, so train.py did not write it" in capsys.readouterr().err

@@ -105,7 +105,8 @@ def read(folder: Path) -> dict:
         LabError: The folder has no `study.yaml`, or the file is damaged, or a run is outside the folder.
     """
     if not (folder / STUDY).is_file():
-        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare")
+        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
+                       "runs of train.py to it)")
     values = read_yaml(folder / STUDY)
     if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
         raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
