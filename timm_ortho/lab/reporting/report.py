@@ -361,8 +361,9 @@ def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
     untested = grouped([entry for entry in compared if entry.holm is None],
                        lambda entry: entry.reading.removeprefix("no interval: "))
     if not tested:
-        equal = all(entry.difference.mean == 0 and entry.difference.pairs > 1 for entry in compared)
-        hint = " If the model has LayerScale, see docs/settings.md: its branches may add almost nothing." if equal else ""
+        differences = [entry.difference for entry in compared]
+        equal = all(difference and difference.mean == 0 and difference.pairs > 1 for difference in differences)
+        hint = " If the model has LayerScale, its branches may be too small: see docs/settings.md." if equal else ""
         return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval needs at least two "
                 f"seeds for which the run and its baseline are finished, and differences that vary.{hint}")
     baseline = [part.study["baseline"] for part in parts if part.entries]
