@@ -3,7 +3,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -285,6 +287,24 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
     assert (len(source.train), len(source.validation), source.labels) == (18, 9, ["n01", "n02", "n03"])
     labels = {Path(path).name: label for path, label in samples(source.validation)}
     assert labels == {f"val_{index}.png": index % 3 for index in range(9)}
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_images_without_splits_are_divided_by_the_script_of_the_guide(tmp_path, monkeypatch, table):
+    image_folder(tmp_path, "IMAGES", count=10)
+    script, = re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("\n## Tiny")[0], re.DOTALL)
+    if table:
+        rows = [f"{path.relative_to(tmp_path / 'IMAGES')},{path.parts[-2]}\n" for path in tmp_path.rglob("*.png")]
+        (tmp_path / "labels.csv").write_text("".join(["filename,label\n", *rows]))
+        script = re.sub(r"images = .*\n# ", "", script)
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    source = run.open_source(Namespace(**options_of(Path("DIR"))))
+    assert [Counter(label for _, label in samples(split)) for split in (source.train, source.validation)] == [
+        {0: 8, 1: 8}, {0: 2, 1: 2}]
+    assert source.labels == ["cat", "dog"]
+    assert ({path.read_bytes() for path in Path("DIR").rglob("*.png")}
+            == {path.read_bytes() for path in Path("IMAGES").rglob("*.png")})
 
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])

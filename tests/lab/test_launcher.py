@@ -146,7 +146,7 @@ def test_status(tmp_path, monkeypatch, capsys):
     run.run(done)
     stopped(half, monkeypatch, BATCHES + 1, KeyboardInterrupt)
     stopped(failed, monkeypatch, 1)
-    (failed / LOG).write_text("step 1\nRuntimeError: it hurts\n\nepoch 1/2: top-1 9.38 %\ntimm-ortho: ours\n")
+    (failed / LOG).write_text("a warning of another package\n")
     capsys.readouterr()
     with folders.work_on(at_work):
         assert cli.main(["study", "status", str(experiment.folder)]) == 0
@@ -156,7 +156,7 @@ def test_status(tmp_path, monkeypatch, capsys):
     assert [line.split(maxsplit=2) for line in lines[:-1]] == [
         ["lr=0.001-linear-seed0", "finished", top1],
         ["lr=0.01-linear-seed0", "stopped", f"epoch 1 of 2, {half_top1}"],
-        ["lr=0.1-linear-seed0", "failed", "Stop; RuntimeError: it hurts"],
+        ["lr=0.1-linear-seed0", "failed", "Stop"],
         ["lr=1.0-linear-seed0", "running", "epoch 0 of 2"],
         ["lr=2.0-linear-seed0", "waiting"]]
     assert lines[-1] == "1 finished, 1 stopped, 1 failed, 1 running, 1 waiting"
@@ -301,6 +301,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
                 stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # records no error, as after a kill
                 self.exitcode = -signal.SIGKILL
             elif self.folder.name.startswith("feature"):
+                (self.folder / LOG).write_text("step 1\nout of memory\n\nepoch 1/2: top-1 9.38 %\ntimm-ortho: ours\n")
                 self.exitcode = -signal.SIGKILL
             else:
                 run.run(self.folder)
@@ -316,9 +317,9 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
     failed = launcher.local(experiment.folder, experiment.runs)
     assert {name: started.count(name) for name in experiment.runs} == {
         "linear-seed0": 2, "feature-seed0": launcher.ATTEMPTS, "global-seed0": 1}
-    assert failed == {
-        "feature-seed0": f"its process was killed (SIGKILL), see {experiment.folder / 'feature-seed0' / LOG}"}
-    assert "feature-seed0  failed    its process was killed (SIGKILL)\n" in collect.status(experiment.folder)
+    reason = "its process was killed (SIGKILL); out of memory"
+    assert failed == {"feature-seed0": f"{reason}, see {experiment.folder / 'feature-seed0' / LOG}"}
+    assert f"feature-seed0  failed    {reason}\n" in collect.status(experiment.folder)
     errors = capsys.readouterr().err
     assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is started again") == launcher.ATTEMPTS - 1
     assert "timm-ortho: feature-seed0 failed: its process was killed" in errors
@@ -332,6 +333,7 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     for name in ("linear", "feature"):
         stopped(experiment.folder / f"{name}-seed0", monkeypatch, BATCHES + 1, KeyboardInterrupt)
     (experiment.folder / "linear-seed0" / "last.pth.tar").write_bytes(b"half")
+    (experiment.folder / "linear-seed0" / LOG).write_text("a warning of another package\n")
     checkpoint = experiment.folder / "feature-seed0" / "last.pth.tar"
     torch.save({**torch.load(checkpoint, weights_only=False), "epoch": "one"}, checkpoint)
     with pytest.raises(LabError) as error:
@@ -342,6 +344,7 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     assert "timm-ortho: feature-seed0 failed: TypeError: can only concatenate str (not \"int\") to str" in errors
     assert "timm-ortho: linear-seed0 failed: " in errors
     assert "last.pth.tar cannot be read (" in errors
+    assert "warning" not in errors
     assert "Traceback (most recent call last)" in (experiment.folder / "feature-seed0" / LOG).read_text()
     assert "Traceback" not in (experiment.folder / "linear-seed0" / LOG).read_text()
     assert finished(experiment.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from helpers.tiny_study import SMALL, STUDY, compared, in_this_process, planned, request, written
+from helpers.tiny_study import SMALL, STUDY, compared, in_this_process, one_run, planned, request, written
 
 from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
-from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
+from timm_ortho.lab.folder import RESULT, RunPlan, Stage, read_yaml
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
@@ -247,16 +247,38 @@ def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
 
     first = folder()
     assert str(first).startswith("output/study/dynamics-digits-smoke-")
-    assert folder(workers=2, pin_mem=True) == first
-    assert len({first, folder(epochs=3), folder(seed=1)}) == 3
+    assert folder(validation_batch_size=2, pin_mem=True) == first
+    assert len({first, folder(epochs=3), folder(seed=1), folder(workers=2)}) == 4
     assert str(plan.plan(compared()).folder).startswith("output/compare/digits-vit_small-")
     assert plan.plan(compared()).folder != plan.plan(compared(lr=0.5)).folder
     out = tmp_path / "out"
     planned(compared(out))
-    planned(compared(out, workers=2))
-    assert read_yaml(out / "linear-seed0" / "args.yaml")["workers"] == 2
+    planned(compared(out, pin_mem=True))
+    assert read_yaml(out / "linear-seed0" / "args.yaml")["pin_mem"] is True
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' on this machine: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))
+
+
+def test_the_number_of_workers_is_a_setting(tmp_path):
+    """Each worker draws its own random numbers for the augmentation, so both runs of a pair need the same number."""
+    out, wanted = tmp_path / "out", r"has other settings \(workers was 0 and is now 2\): choose another --output"
+    folder = one_run(out, "linear", workers=0)
+    with pytest.raises(LabError, match=wanted):
+        planned(compared(out, ["feature"], workers=2))  # the partner of the planned run
+    with pytest.raises(LabError, match=wanted):
+        planned(compared(out, ["linear"], workers=2))
+    assert read_yaml(folder / "args.yaml")["workers"] == RunPlan.read(folder).stages[0].options["workers"] == 0
+
+
+def test_the_files_of_a_finished_run_are_kept(tmp_path):
+    """They describe its training. A later command may have another machine, and the files of unfinished runs get it."""
+    out = tmp_path / "out"
+    finished = one_run(out, "linear")
+    (finished / RESULT).write_text("{}")
+    before = contents(finished)
+    planned(compared(out, pin_mem=True))
+    assert contents(finished) == before
+    assert read_yaml(out / "feature-seed0" / "args.yaml")["pin_mem"] is True
 
 
 def test_the_device_is_not_a_setting():
@@ -299,7 +321,7 @@ def test_other_settings_are_refused(tmp_path):
     path = written(tmp_path)
     planned(request(path, tmp_path / "study"))
     before = contents(tmp_path)
-    with pytest.raises(LabError, match=r"out has other settings \(.*lr was None and is now 0.5.*: choose"):
+    with pytest.raises(LabError, match=r"out has other settings \(lr was 0.001 and is now 0.5\): choose"):
         planned(compared(out, lr=0.5))
     with pytest.raises(LabError, match=r"other settings \(epochs was None and is now 3\): choose another"):
         planned(request(path, tmp_path / "study", epochs=3))

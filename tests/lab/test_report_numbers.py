@@ -114,6 +114,9 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
     text = write(study, runs, [], tmp_path)
     assert "No difference could be tested (both pairs have the same difference)" in text
+    assert "LayerScale" not in text
+    text = write(*accuracy({"linear": [90.0, 91.0], "feature": [90.0, 91.0]}), [], tmp_path)
+    assert "that vary. If the model has LayerScale, its branches may be too small: see docs/settings.md." in text
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):

@@ -121,7 +121,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 
     The batch size is not compared, because args.yaml lacks the number of processes.
     """
-    hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
+    hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, pin_mem=True, log_interval=7, aa="", wandb_tags=None,
                       amp_dtype="float16", resume="last.pth.tar", num_classes=None, in_chans=None)
     part, = collect.collect([unfinished, hand]).values()
     assert (part.study["seeds"], part.unfinished) == ([0, 7], ["feature-seed0"])
@@ -165,7 +165,7 @@ def test_epochs_without_validation(unfinished, tmp_path):
 def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
-            dict(epochs=3), dict(lr=0.5), dict(aa="rand-m9"), dict(hflip=0.0), dict(amp=True),
+            dict(epochs=3), dict(lr=0.5), dict(workers=3), dict(aa="rand-m9"), dict(hflip=0.0), dict(amp=True),
             dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
             dict(model_kwargs={**SMALL["model_kwargs"], "img_size": 16, "connection": "global"})]):
         hand = manual_run(folder, tmp_path / str(number), **changes)
@@ -175,7 +175,8 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}" in errors
         assert ": leave this folder out" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
-    assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
+    assert ("has no study.yaml: use the --output of timm-ortho study or compare (study report adds runs of train.py to "
+            "it)") in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert f"{hand / 'args.yaml'} names no model, so train.py did not write it" in capsys.readouterr().err

@@ -18,6 +18,8 @@ from timm_ortho._text import UserError
 from timm_ortho.hub import PublishError
 from timm_ortho.hub_client.errors import WeightsError
 from timm_ortho.lab import LabError
+from timm_ortho.lab.planning import plan
+from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
 from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
@@ -125,6 +127,10 @@ def test_the_lab_does_not_unpickle_initial_weights(tmp_path, capsys):
         change_stage(folder, model="test_vit")
         assert run.main([str(folder)]) == run.REFUSED
         assert "starts from weights of 'test_vit', but only variants' weights are read" in capsys.readouterr().err
+        folder = one_run(tmp_path / "other")
+        change_stage(folder, pretrained=True, pretrained_path=path)
+        assert run.main([str(folder)]) != 0
+        assert f"{path} {CALLS}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["initial_checkpoint", "resume", "pretrained_path"])
@@ -143,12 +149,34 @@ def test_initial_weights_of_the_lab(tmp_path):
     model = timm.create_model("vit_test_linear")
     torch.save({"state_dict": model.state_dict()}, tmp_path / "a.pth")
     folder = one_run(tmp_path / "out")
-    options = yaml.safe_load((folder / "args.yaml").read_text())
+    options = options_of(folder)
     options |= {"model": "vit_test_ortho", "initial_checkpoint": str(tmp_path / "a.pth"), "model_kwargs": {}}
     built = build_model(Namespace(**options), 10, 3)
     assert torch.equal(built.head.weight, model.head.weight)
-    with pytest.raises(LabError, match=r"option 'initial_checkpoint': the weights in .* do not fit the model"):
+    with pytest.raises(LabError, match=r"option 'initial_checkpoint': the weights in .* do not fit the model.*; for "
+                                       "other classes, use the options pretrained=true and pretrained_path=FILE"):
         build_model(Namespace(**options), 3, 3)
+
+
+def test_weights_of_other_classes_in_the_lab(tmp_path):
+    """With `pretrained_path`, as in train.py, the classifier is new and all other weights are from the file."""
+    file, out = str(tmp_path / "three.pth"), tmp_path / "out"
+    trained = build_model(Namespace(**{**options_of(one_run(tmp_path / "first")), "seed": 7}), 3, 1).state_dict()
+    torch.save({"state_dict": trained}, file)
+    with pytest.raises(LabError, match="pretrained_path has no effect without pretrained: set pretrained to true, too"):
+        one_run(out, pretrained_path=file)
+    options = options_of(one_run(out, pretrained=True, pretrained_path=file))
+    model = build_model(Namespace(**options), 10, 1)
+    assert model.head.weight.shape == (10, 16)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items() if "head." not in name)
+    study = plan.read(out)["study"]
+    assert next(report.of_data(report.layout_of(study))) == f"The runs start from the weights of {file}."
+    with pytest.raises(TypeError, match="multiple values"):
+        build_model(Namespace(**{**options, "model_kwargs": {"pretrained_cfg_overlay": {}}}), 10, 1)
+
+
+def options_of(folder):
+    return yaml.safe_load((folder / "args.yaml").read_text())
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "vit_test_ortho"])

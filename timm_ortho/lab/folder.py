@@ -316,7 +316,7 @@ def state(folder: Path) -> tuple[str, str]:
     if at_work:
         return "running", done
     if session.get("error"):
-        return "failed", with_last_words(folder, session["error"])
+        return "failed", session["error"]
     return ("stopped", done) if session else ("waiting", "")
 
 

@@ -8,8 +8,8 @@
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
 | `lab` | `used` if the lab's loop applies the option, `unused` if the option affects only logs and files. In the
   lab's loop, options without this key must keep their defaults |
-| `about` | `machine` if the option has no effect on results, `data` if it describes the images, the model or the seed.
-  A report lists only options without this key as differences from the paper |
+| `about` | `machine` if the option has no effect on results, `data` if it describes the images, the model or the random
+  numbers. A report lists only options without this key as differences from the paper |
 """
 import json
 import math
@@ -67,7 +67,7 @@ def defaults() -> dict[str, Any]:
 def options_with(key: str, *values: str) -> frozenset[str]:
     """Return the names of the options in which `key`, such as `about`, has one of the values.
 
-    >>> "workers" in options_with("about", "machine")
+    >>> "pin_mem" in options_with("about", "machine")
     True
     """
     return frozenset(name for name, option in known_options().items() if option.get(key) in values)

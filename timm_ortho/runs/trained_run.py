@@ -152,6 +152,9 @@ def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
         kwargs: Further arguments of the model. Arguments that an option sets, such as `pretrained`, are a TypeError.
     """
     size = options.get("input_size")
+    overlay: dict[str, Any] = {}
+    if options.get("pretrained") and options.get("pretrained_path"):  # as in train.py; -1: always a new classifier
+        overlay["pretrained_cfg_overlay"] = dict(file=options["pretrained_path"], num_classes=-1)
     return timm.create_model(
         options["model"],
         pretrained=bool(options.get("pretrained")),
@@ -161,6 +164,7 @@ def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
         bn_momentum=options.get("bn_momentum"),
         bn_eps=options.get("bn_eps"),
         checkpoint_path=None,  # timm before 1.0.26 would run code in the file; in kwargs it is a TypeError
+        **overlay,
         **kwargs,
     )
 

@@ -334,8 +334,9 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         elif key in known_options():
             changes["options"] = _merged(changes["options"], {key: value})
         else:
-            owner, noun = (f"axis '{axis}' is a list, so its name must be an option: a study", "option") if (
-                key == axis) else (where, "key")
+            owner, noun = f"{where}: a value has options, such as lr, or {', '.join(sorted(_CELL))}. It", "key"
+            if key == axis:
+                owner, noun = f"axis '{axis}' is a list, so its name must be an option: a study", "option"
             check_names([key], [*_CELL, *known_options()], owner, noun)
     _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
     return changes

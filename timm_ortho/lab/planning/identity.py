@@ -14,7 +14,8 @@ from ..folder import RunPlan, Stage
 from ..train_options import options_with
 from .design import Design, Variant, is_default
 
-# Options that do not change a result, such as the device. A run can therefore continue on another machine.
+# Options that do not change a result, such as the device. A run can therefore continue on another machine. `workers` is
+# not among them, because each worker of a loader draws its own random numbers for the augmentation.
 _MACHINE = options_with("about", "machine")
 
 
@@ -75,11 +76,13 @@ def data_name(requested: Mapping[str, Any], first: Variant) -> str:
 def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
     """Raise a LabError if stored and new settings differ. The message lists the first three differences."""
     stored, new = _flat(stored), _flat(load_yaml(dump_yaml(new, sort_keys=False)))  # YAML turns tuples into lists
-    differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
+    prefix = r"^((design[.]|stages[.]\d[.])?options|given)[.]|^design[.](?=grid)"
+    # a comparison stores an option in `given`, if the user sets it, and in `options`, with the default as its value
+    differing = {re.sub(prefix, "", key): (stored.get(key), new.get(key)) for key in dict.fromkeys([*new, *stored])
+                 if stored.get(key) != new.get(key)}
     if differing:
-        prefix = r"^((design[.]|stages[.]\d[.])?options|given)[.]|^design[.](?=grid)"
-        values = "; ".join(f"{re.sub(prefix, '', key)} was {stored.get(key)!r:.60} and is now "
-                           f"{new.get(key)!r:.60}" for key in differing[:3])
+        values = "; ".join(f"{name} was {before!r:.60} and is now {now!r:.60}"
+                           for name, (before, now) in list(differing.items())[:3])
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
 

@@ -22,7 +22,7 @@ from ...models.names import base_name
 from ...runs.folders import import_modules
 from .. import LabError, refuse_links, write_text
 from ..data import Source
-from ..folder import PLAN, SWITCHED, RunPlan, Stage, read_yaml
+from ..folder import PLAN, RESULT, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .design import COMPARISON, Variant
 from .deviations import deviations
@@ -73,7 +73,8 @@ class StudyPlan:
                   "study": study, "places": points}
         write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
-            run.write(self.folder / name)
+            if not (self.folder / name / RESULT).is_file():  # the files of a finished run describe its training
+                run.write(self.folder / name)
 
     def _stored(self) -> dict:
         """Return the contents of an existing `study.yaml`, {} for a new folder. See `write` for the errors."""
@@ -104,7 +105,8 @@ def read(folder: Path) -> dict:
         LabError: The folder has no `study.yaml`, or the file is damaged, or a run is outside the folder.
     """
     if not (folder / STUDY).is_file():
-        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare")
+        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
+                       "runs of train.py to it)")
     values = read_yaml(folder / STUDY)
     if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
         raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
@@ -203,10 +205,18 @@ def _description(
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
+        "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
         "changed": deviations(design, requested, seeds, _on_device(variants)),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     }
+
+
+def _weights(variant: Variant) -> str:
+    """Return the file or the pretrained model whose weights a variant starts from; empty for random weights."""
+    options = vars(variant.options)
+    pretrained = options.get("pretrained") and (options.get("pretrained_path") or options["model"])
+    return options.get("initial_checkpoint") or pretrained or ""
 
 
 def _data_of(source: Source, sizes: Sequence[Size]) -> dict:

@@ -34,6 +34,8 @@ def check(request: Request, variants: Sequence[Variant]) -> Checked:
     """
     if request.gpus < 0 or request.nodes < 1:
         raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {request.gpus} and {request.nodes}")
+    if any(variant.options.pretrained_path and not variant.options.pretrained for variant in variants):
+        raise LabError("pretrained_path has no effect without pretrained: set pretrained to true, too")
     return (_check_for_lab if request.train_py is None else _check_for_script)(request, variants)
 
 

@@ -310,7 +310,9 @@ def note(study: Mapping[str, Any], *measured: str) -> str:
 
 
 def of_data(layout: Layout) -> Iterator[str]:
-    """Yield sentences about the images of a study. Older studies have no `data`."""
+    """Yield sentences about the initial weights and the images of a study. Older studies have no `data`."""
+    if layout.study.get("weights"):
+        yield f"The runs start from the weights of {', '.join(layout.study['weights'])}."
     data = layout.study.get("data")
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
@@ -359,8 +361,11 @@ def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
     untested = grouped([entry for entry in compared if entry.holm is None],
                        lambda entry: entry.reading.removeprefix("no interval: "))
     if not tested:
+        differences = [entry.difference for entry in compared]
+        equal = all(difference and difference.mean == 0 and difference.pairs > 1 for difference in differences)
+        hint = " If the model has LayerScale, its branches may be too small: see docs/settings.md." if equal else ""
         return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval needs at least two "
-                "seeds for which the run and its baseline are finished, and differences that vary.")
+                f"seeds for which the run and its baseline are finished, and differences that vary.{hint}")
     baseline = [part.study["baseline"] for part in parts if part.entries]
     where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
         "to the baseline")

@@ -76,10 +76,18 @@ class _Progress:
         """Print a line above the bar."""
         tqdm.write(text, file=sys.stderr)
 
-    def fail(self, name: str, reason: str, pid: Optional[int] = None) -> None:
-        """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`."""
+    def fail(self, name: str, error: Optional[str], ended: str, pid: Optional[int] = None) -> None:
+        """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`.
+
+        Args:
+            name: The run.
+            error: The error that the run's process recorded. None: the reason is `ended` and the last line of its log.
+            ended: How the process ended.
+            pid: The process, for `note_failure`.
+        """
+        reason = error or with_last_words(self.root / name, ended)
         run_module.note_failure(self.root / name, reason, pid)
-        self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
+        self.failed[name] = f"{reason}, see {self.root / name / LOG}"
         self.write(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
@@ -188,7 +196,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                     progress.write(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
-                    progress.fail(name, error or f"its process {ended}", process.pid)
+                    progress.fail(name, error, f"its process {ended}", process.pid)
     finally:
         for process in at_work:
             process.terminate()
@@ -351,7 +359,7 @@ class Slurm:
             for name in (name for name in waiting(root, runs) if name not in queued and name not in progress.failed):
                 error = last_session(root / name, sessions.get(name, 0)).get("error")
                 if attempts[name] >= ATTEMPTS or (attempts[name] and error):
-                    progress.fail(name, error or "its process ended without a result")
+                    progress.fail(name, error, "its process ended without a result")
                 else:
                     todo.append(name)
             if todo:

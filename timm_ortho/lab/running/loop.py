@@ -57,7 +57,9 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
         try:
             load_weights(model, options.initial_checkpoint)
         except (OSError, WeightsError) as error:
-            raise LabError(f"option 'initial_checkpoint': {error_text(error)}") from None
+            advice = "; for other classes, use the options pretrained=true and pretrained_path=FILE"
+            advice = advice if "size mismatch" in str(error) else ""
+            raise LabError(f"option 'initial_checkpoint': {error_text(error)}{advice}") from None
     return model
 
 

@@ -15,7 +15,7 @@ import torch
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import open_source
-from ..folder import RunPlan, Stage
+from ..folder import RunPlan, Stage, with_last_words
 from ..image_folder import is_here
 from ..train_options import defaults
 
@@ -58,8 +58,8 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     done = _epochs(last)
     if done != stage.last_epoch:
         kind = Died if process.returncode < 0 or done > before else LabError
-        raise kind(f"{plan.script} ended with exit status {process.returncode} after {done} of {stage.last_epoch} "
-                   "epochs")
+        raise kind(with_last_words(folder, f"{plan.script} ended with exit status {process.returncode} after {done} of "
+                                           f"{stage.last_epoch} epochs"))
 
 
 def _check_data(options: Namespace) -> None:
