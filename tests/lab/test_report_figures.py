@@ -216,6 +216,14 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     assert "A point without a bar has no interval." in drawing.caption
 
 
+def test_an_axis_of_equal_accuracies_shows_no_rounding_errors():
+    runs = [run_of(connection, seed, top1=90.1 + 0.7 * seed, epochs=1)
+            for connection in ("linear", "feature", "global") for seed in range(3)]
+    study = study_of("mine", paper="", table="", report={"measures": ["top1"]})
+    low, high = drawings(study, runs)[-1].draw().axes[0].get_xlim()
+    assert high - low > 0.01
+
+
 def test_a_single_run_has_no_bar():
     figure = drawn(study_of("layer_pattern"), runs_of("layer_pattern", seeds=[0]))["layers"]
     bars = [bar for container in figure.axes[0].containers for bar in container.lines[2][0].get_segments()]

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 import scipy.stats
-from helpers.made_up_runs import accuracy, run_of, runs_of, study_of
-from helpers.reports import differences, results, side_by_side, texts, write
+from helpers.made_up_runs import DATA, accuracy, run_of, runs_of, study_of
+from helpers.reports import differences, results, side_by_side, tables_of, texts, write
 
 from timm_ortho.lab.reporting import report
 
@@ -127,6 +127,18 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     assert "1 difference could not be tested: all 3 pairs have the same difference." in lead
     assert "1 difference could not be tested: no pair of finite runs." in lead
     assert "adjusted for 2 comparisons." in texts(tmp_path)[0]  # without Hybrid
+
+
+@pytest.mark.parametrize(("classes", "metrics"), [(5, ["top-1 %"]), (6, ["top-1 %", "top-5 %"])])
+def test_top5_of_five_classes_is_no_metric(tmp_path, classes, metrics):
+    study, runs = accuracy(BOTH, name="mine", paper="", table="", data={**DATA, "classes": classes},
+                           report={"plots": [{"curves": {"column": "eval_top5"}}, {"points": {"x": "connection"}}]})
+    write(study, runs, [], tmp_path)
+    assert [metric for _, metric in differences(tmp_path)] == metrics
+    assert f"adjusted for {len(metrics)} comparison" in texts(tmp_path)[0]
+    every_run = next(table for table in tables_of(tmp_path) if table[0][:2] == ["run", "seed"])
+    assert ("top-5 %" in every_run[0]) == (tmp_path / "figures" / "curves.svg").exists() == (len(metrics) == 2)
+    assert ("top-5" in texts(tmp_path)[0]) == (len(metrics) == 2)
 
 
 def test_each_study_is_adjusted_by_itself(tmp_path):

@@ -14,7 +14,8 @@
 | `tables` | names of additional tables (`tables.EXTRAS`) | none |
 
 A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. If there are
-several measures, and `measure` is in neither `rows` nor `columns`, it is added to `columns`.
+several measures, and `measure` is in neither `rows` nor `columns`, it is added to `columns`. Studies of at most five
+classes have no top-5.
 
 The study's key `table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean
 and standard deviation of the first measure, then of the second, and so on. If `measure` is in `paper`, each list
@@ -118,10 +119,17 @@ class Layout:
         return images if images == split or images != "test" else "validation"
 
     @property
+    def classes(self) -> Optional[int]:
+        return (self.study.get("data") or {}).get("classes")
+
+    @property
     def chance(self) -> Optional[float]:
         """The accuracy of guessing among equally frequent classes, in percent; None if their number is unknown."""
-        classes = (self.study.get("data") or {}).get("classes")
-        return 100 / classes if classes else None
+        return 100 / self.classes if self.classes else None
+
+    def varies(self, metric: str) -> bool:
+        """Return whether runs can differ in a metric. With at most five classes, top-5 is always 100 %."""
+        return "top5" not in metric or not self.classes or self.classes > 5
 
     @property
     def has_paper(self) -> bool:

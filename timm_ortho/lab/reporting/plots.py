@@ -312,7 +312,7 @@ def _curves(
     """Draw one column of the history by epoch."""
     line, runs = scene.named(lines, by), scene.having("history")
     panels = [_history(scene, members, column, line, part) for part, members in scene.parts(by, runs)]
-    if panels:
+    if panels and scene.layout.varies(column):
         caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
         yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch", shared=True)
 
@@ -468,7 +468,7 @@ def _points(
     """Draw measures over the dimension `x`, with every run, and the mean and standard deviation over the seeds."""
     titles = {scene.layout.label("measure", key): MEASURES[key].read
               for key in (scene.layout.measures if measures is None else measures)
-              if any(finite(MEASURES[key].read(run)) for run in scene.runs)}
+              if scene.layout.varies(key) and any(finite(MEASURES[key].read(run)) for run in scene.runs)}
     if not titles:
         return
     below = scene.layout.titles.get(x, x)
@@ -614,7 +614,8 @@ def _intervals(
         axes: Axes, intervals: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
     if intervals:
         bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
-        axes.errorbar([difference.mean for _, difference in intervals], [row for row, _ in intervals], xerr=bars,
+        # without rounding, an axis of differences that are all zero would show their rounding errors
+        axes.errorbar([round(difference.mean, 4) for _, difference in intervals], [row for row, _ in intervals], xerr=bars,
                       label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
 
 

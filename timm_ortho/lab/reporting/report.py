@@ -165,6 +165,7 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         check_names([*named, *options.get("lines", ())], dimensions, owner, "dimension")
         check_names(options.get("measures", ()), MEASURES, owner, "measure")
         check_names([options["column"]] if "column" in options else [], HISTORY, owner, "column")
+    layout = replace(layout, measures=list(filter(layout.varies, layout.measures)) or layout.measures)
     unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
 
@@ -245,7 +246,7 @@ def _section(part: Part) -> Iterator[Block]:
     yield from _results(part)
     yield from deviations(study)
     if part.runs:
-        yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
+        yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
                          "as measured.")] if diverged else []

@@ -329,14 +329,14 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def every_run(runs: Sequence[Run]) -> Table:
+def every_run(runs: Sequence[Run], layout: Layout) -> Table:
     """Return a table with a row for each run, omitting columns that no run has.
 
     Model and parameters are columns only if the models differ.
     """
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
-               if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]
+               if any(key in run for run in runs) and layout.varies(key) and (several or key not in ("model", "parameters"))]
     return Table(
         ["run", "seed", *(title for _, title, _ in columns)],
         [[run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
