@@ -614,9 +614,10 @@ def _intervals(
         axes: Axes, intervals: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
     if intervals:
         bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
-        # without rounding, an axis of differences that are all zero would show their rounding errors
-        axes.errorbar([round(difference.mean, 4) for _, difference in intervals], [row for row, _ in intervals], xerr=bars,
-                      label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
+        # the rounding errors of differences that are all zero would otherwise set the range of the axis
+        means = [round(difference.mean, 4) for _, difference in intervals]
+        axes.errorbar(means, [row for row, _ in intervals], xerr=bars, label=label, capsize=2.5, markersize=4.5,
+                      linewidth=width, **{**look, "linestyle": ""})
 
 
 # The plots that a layout can list. Their keyword arguments are the options. `by` is a dimension: each of its values has

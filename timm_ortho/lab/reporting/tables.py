@@ -336,7 +336,8 @@ def every_run(runs: Sequence[Run], layout: Layout) -> Table:
     """
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
-               if any(key in run for run in runs) and layout.varies(key) and (several or key not in ("model", "parameters"))]
+               if any(key in run for run in runs) and layout.varies(key)
+               and (several or key not in ("model", "parameters"))]
     return Table(
         ["run", "seed", *(title for _, title, _ in columns)],
         [[run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
