@@ -248,6 +248,15 @@ def test_networks_at_chance_are_named(tmp_path, feature, told):
         "or change the learning rate.")
 
 
+def test_only_runs_that_differ_in_the_connection_start_from_the_same_weights(tmp_path):
+    runs = [run_of("linear", seed, {"depth": depth}, top1=90.0 + seed) for seed in range(2) for depth in (2, 4)]
+    study = study_of("mine", paper="", table="", axes={"depth": [2, 4]}, baseline={"depth": 2}, seeds=[0, 1])
+    write(study, runs, [], tmp_path)
+    told = texts(tmp_path)[0]
+    assert told.count("start from the same weights") == told.count(
+        "Runs that differ only in the connection or its arguments start from the same weights") == 1
+
+
 def test_a_paper_without_numbers_has_no_column(tmp_path):
     text = write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
     assert "not in the paper" not in "".join([text, *texts(tmp_path)])

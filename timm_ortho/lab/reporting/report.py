@@ -415,8 +415,9 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     yield "Mean ± standard deviation: both are over the seeds of one setting."
     if not compared:
         return
-    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Both start from the same "
-           "weights and see the same batches. Tables have the mean over the seeds.")
+    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Runs that differ only in "
+           "the connection or its arguments start from the same weights and see the same batches. Tables have the mean "
+           "over the seeds.")
     reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
         {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
     yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
