@@ -279,12 +279,13 @@ def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):
     text = write(*accuracy(BOTH), ["a-seed9"], tmp_path)
     lead = results(tmp_path)["lead"]
     half = results(tmp_path)["summary"][-1]["difference"]["half_width"]
-    assert lead == ("No difference between the connections was detected. With 3 seeds, differences in top-1 below "
-                    f"about {half:.2g} points cannot be detected.")
+    assert lead == ("No difference between the connections was detected. With 3 pairs of runs, the half-width of the "
+                    f"95 % interval in top-1 is {half:.2g} points.")
     assert lead in text
     for told in texts(tmp_path):
         order = [told.index(said) for said in (
             lead, "Study “accuracy”", "The paper's table", "Differences, paired by seed", "Plots", "How it was made",
-            "Method and terms", "Student's confidence interval", "adjusted for 2 comparisons")]
+            "Method and terms", "Student's confidence interval", "not the sampling of the evaluated images",
+            "adjusted for 2 comparisons")]
         assert order == sorted(order)
         assert f"{scipy.stats.t.ppf(0.975, 2) / math.sqrt(3):.1f} with 3" in told

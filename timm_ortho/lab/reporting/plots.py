@@ -615,7 +615,7 @@ def _intervals(
     if intervals:
         bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
         # the rounding errors of differences that are all zero would otherwise set the range of the axis
-        means = [round(difference.mean, 4) for _, difference in intervals]
+        means = [round(difference.mean, 9) for _, difference in intervals]
         axes.errorbar(means, [row for row, _ in intervals], xerr=bars, label=label, capsize=2.5, markersize=4.5,
                       linewidth=width, **{**look, "linestyle": ""})
 

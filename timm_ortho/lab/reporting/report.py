@@ -333,7 +333,7 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(parts: Sequence[Part]) -> str:
-    """Describe the detected differences, and the smallest difference that these runs can detect."""
+    """Describe the detected differences, and the width of the confidence intervals."""
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
@@ -395,14 +395,14 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     """Return a sentence with the half-widths of the intervals in top-1 or, without top-1, the first tested measure."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
-    seeds = sorted({difference.pairs for difference in differences})
+    pairs = sorted({difference.pairs for difference in differences})
     halves = sorted(difference.half_width for difference in differences if difference.half_width is not None)
     least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
-    spread = f" ({least} to {most}, depending on the comparison)" if least != most else ""
+    spread = f" (median; {least} to {most})" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = (" point" if middle == "1" else " points") if percent else ""
-    return (f"With {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
-            f"below about {middle}{unit} cannot be detected{spread}.")
+    return (f"With {' to '.join(map(str, (pairs[0], pairs[-1])[:len(pairs)]))} pairs of runs, the half-width of the 95 % "
+            f"interval{'s' * (len(halves) > 1)} in {title.strip()}{protocol} is {middle}{unit}{spread}.")
 
 
 def _two_digits(value: float) -> str:
@@ -420,8 +420,10 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
            "over the seeds.")
     reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
         {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
-    yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
-           "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
+    yield ("95 % CI: Student's confidence interval of the mean difference. It covers the variation between seeds, not "
+           "the sampling of the evaluated images, and is not adjusted for the number of comparisons. A difference has "
+           "no interval if there is one pair, or if all pairs differ by the same amount: their variance is then "
+           "unknown, not zero.")
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
     yield ("Pooled variance: in a group of settings that are compared with each other, a metric is modelled as a value "
