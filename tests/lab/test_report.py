@@ -214,7 +214,7 @@ def test_compare(tmp_path):
     assert re.split(" {2,}", header) == [
         "connection", "top-1 %", "difference to Linear [95 % CI]", "best epoch %", "seeds", "images/s",
         "peak memory"]
-    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "-", "91.17", "3", "100", "1,024 MiB"]
+    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "baseline", "91.17", "3", "100", "1,024 MiB"]
     assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
     assert set(rule) == {"-"}
     assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {

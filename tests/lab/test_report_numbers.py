@@ -2,13 +2,14 @@
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 import scipy.stats
 from helpers.made_up_runs import DATA, accuracy, run_of, runs_of, study_of
 from helpers.reports import differences, results, side_by_side, tables_of, texts, write
 
-from timm_ortho.lab.reporting import report
+from timm_ortho.lab.reporting import collect, report
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
@@ -63,7 +64,8 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
     found = results(tmp_path)["summary"][-1]["difference"]
     told = "No difference between the connections was detected. With 3 pairs" if reading == "not detected" else (
         f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
-        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3 pairs")
+        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3 "
+        "pairs")
     half = found["half_width"]
     points = "1 point" if f"{half:.2g}" == "1" else f"{half:.2g} points"
     assert f"{told} of runs, the half-width of the 95 % interval in top-1 is {points}." in text
@@ -79,6 +81,18 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert (feature["seeds"], feature["mean"]) == ([0, 1, 2], pytest.approx(61.0))
     assert (feature["difference"]["mean"], feature["difference"]["pairs"]) == (pytest.approx(1.5), 2)
     assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits, top-1 %"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
+    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
+    assert row["difference [95 % CI]"] == "+1.50 [-4.85, +7.85] (2 pairs)"
+
+
+def test_a_baseline_whose_first_seed_is_unfinished_is_the_first_row(monkeypatch):
+    places = [{"run": f"{connection}-{seed}", "cell": {}, "connection": connection, "seed": seed}
+              for seed in (0, 1) for connection in ("linear", "feature")]
+    monkeypatch.setattr(collect, "_run", lambda folder: None if folder.name == "linear-0" else {})
+    _, runs, unfinished = collect._of_study(
+        Path("study"), {"study": {"dataset": "digits"}, "places": places, "left_out": ["global"]})
+    assert [(run["connection"], run["seed"]) for run in runs] == [("linear", 1), ("feature", 0), ("feature", 1)]
+    assert unfinished == ["linear-0", "global"]
 
 
 def test_single_seed_has_no_interval(tmp_path):

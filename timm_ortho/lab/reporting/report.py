@@ -401,8 +401,9 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     spread = f" (median; {least} to {most})" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = (" point" if middle == "1" else " points") if percent else ""
-    return (f"With {' to '.join(map(str, (pairs[0], pairs[-1])[:len(pairs)]))} pairs of runs, the half-width of the 95 % "
-            f"interval{'s' * (len(halves) > 1)} in {title.strip()}{protocol} is {middle}{unit}{spread}.")
+    count = " to ".join(map(str, (pairs[0], pairs[-1])[:len(pairs)]))
+    return (f"With {count} pairs of runs, the half-width of the 95 % interval{'s' * (len(halves) > 1)} in "
+            f"{title.strip()}{protocol} is {middle}{unit}{spread}.")
 
 
 def _two_digits(value: float) -> str:

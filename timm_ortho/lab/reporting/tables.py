@@ -81,10 +81,17 @@ class Entry:
         return _spread(self.moments, self.digits) + (f" ({', '.join(notes)})" if notes else "")
 
     def compared(self) -> str:
-        """Return the difference to the baseline as text, or `baseline` for the baseline itself."""
+        """Return the difference to the baseline as text, or `baseline` for the baseline itself.
+
+        If fewer pairs are finished than the study has seeds, the text has their number.
+        """
         if self.baseline == self.position:
             return "baseline"
-        return NONE if self.difference is None else self.difference.text(self.digits)
+        if self.difference is None:
+            return NONE
+        pairs = self.difference.pairs
+        note = f" ({pairs} pair{'s' * (pairs > 1)})" if pairs < self.planned else ""
+        return f"{self.difference.text(self.digits)}{note}"
 
 
 def _spread(moments: Sequence[float], digits: int) -> str:
@@ -263,9 +270,10 @@ def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> T
     rows = []
     for entry in (entry for entry in entries if entry.measure == "top1"):
         members = [run for run in runs if group_of(run) == entry.group]
+        untested = entry.difference is not None and entry.difference.half_width is None
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
-            str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
+            str(entry), str(entry.difference) if untested else entry.compared(),
             _middle(fmean, members, "best_top1"), str(entry.runs), _middle(median, members, "images_per_second"),
             _middle(median, members, "peak_memory")])
     return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
