@@ -85,14 +85,16 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert row["difference [95 % CI]"] == "+1.50 [-4.85, +7.85] (2 pairs)"
 
 
-def test_a_baseline_whose_first_seed_is_unfinished_is_the_first_row(monkeypatch):
+def test_a_baseline_whose_first_seed_failed_is_the_first_row(monkeypatch):
     places = [{"run": f"{connection}-{seed}", "cell": {}, "connection": connection, "seed": seed}
               for seed in (0, 1) for connection in ("linear", "feature")]
-    monkeypatch.setattr(collect, "_run", lambda folder: None if folder.name == "linear-0" else {})
+    monkeypatch.setattr(collect, "_run", lambda folder: None if folder.name in ("linear-0", "feature-1") else {})
+    monkeypatch.setattr(collect, "state", lambda folder: {"linear-0": ("failed", "no space")}.get(
+        folder.name, ("stopped", "epoch 1 of 2")))
     _, runs, unfinished = collect._of_study(
         Path("study"), {"study": {"dataset": "digits"}, "places": places, "left_out": ["global"]})
-    assert [(run["connection"], run["seed"]) for run in runs] == [("linear", 1), ("feature", 0), ("feature", 1)]
-    assert unfinished == ["linear-0", "global"]
+    assert [(run["connection"], run["seed"]) for run in runs] == [("linear", 1), ("feature", 0)]
+    assert unfinished == ["linear-0 (failed: no space)", "feature-1", "global"]
 
 
 def test_single_seed_has_no_interval(tmp_path):

@@ -66,7 +66,8 @@ def _of_study(folder: Path, values: Mapping[str, Any]) -> tuple[dict, list[dict]
     for point in chain(*groups.values()):  # in this order, a baseline whose first seed is unfinished remains first
         run = _run(folder / point["run"])
         if run is None:
-            unfinished.append(point["run"])
+            word, reason = state(folder / point["run"])
+            unfinished.append(f"{point['run']} (failed: {reason})" if word == "failed" else point["run"])
             continue
         runs.append({**run, "cell": point["cell"], "connection": point["connection"], "seed": point["seed"],
                      "dataset": study["dataset"]})

@@ -239,7 +239,7 @@ def _compared(parts: Sequence[Part]) -> list[tables.Entry]:
 def _section(part: Part) -> Iterator[Block]:
     study = part.study
     if part.unfinished:
-        yield Text(f"Not finished: {', '.join(part.unfinished)}.")
+        yield Text(f"Not finished: {'; '.join(part.unfinished)}.")
     if not part.runs:
         yield Text(_NOTHING)
     yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
@@ -453,7 +453,7 @@ def _made(part: Part) -> dict[str, str]:
         "trainer": _distinct(run.get("trainer") for run in runs),
         "device": _distinct(run.get("device") for run in runs),
         "wall time": _wall_time(runs),
-        "unfinished": ", ".join(part.unfinished) or "none",
+        "unfinished": _count(part.unfinished, "run") if part.unfinished else "none",
         **made_with(study, runs),
     }
 
@@ -491,7 +491,7 @@ def _text(parts: Sequence[Part], folder: Path) -> str:
     paragraphs, between = [], "\n\n" if len(parts) == 1 else "\n"
     for part in parts:
         paragraphs += [f"{part.title}{between}{part.about}", _short(part)]
-        paragraphs += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
+        paragraphs += [f"not finished: {'; '.join(part.unfinished)}"] if part.unfinished else []
     if any(part.runs for part in parts):
         paragraphs.append(_lead(parts))
     return "\n\n".join([*paragraphs, f"report: {folder / 'report.html'}"])
