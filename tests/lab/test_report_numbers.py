@@ -218,8 +218,8 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     found, rows = side_by_side(tmp_path), differences(tmp_path)
     assert found[("all",), "top-1 %"] == ("52.98 ± 0.45", "not finite (3 runs)")
     assert found[("0,1",), "top-1 %"][1] == "82.00 ± 1.41 (1 of 3 not finite)"
-    assert list(rows["0,1", "top-1 %"].values())[:2] == ["none", "+1.00"]
+    assert list(rows["0,1", "top-1 %"].values())[:2] == ["blocks = none", "+1.00 (2 pairs)"]
     assert rows["all", "top-1 %"]["reading"] == "no pair of finite runs"
     told, _ = texts(tmp_path)
-    assert "Diverged, with a loss that is not finite: layers all, Orthogonal-F, seed 0; layers 0,1" in told
+    assert "Diverged, with a loss that is not finite: layers = all, Orthogonal-F, seed 0; layers = 0,1" in told
     assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))

@@ -141,6 +141,17 @@ class Layout:
         """Titles of the first columns of the table, which contain the names of the rows."""
         return [self.titles.get(dimension, dimension) for dimension in self.rows]
 
+    @property
+    def column_title(self) -> str:
+        """The dimensions of the columns, as the title of a column that contains their names."""
+        return ", ".join(self.titles.get(dimension, "metric" if dimension == "measure" else dimension)
+                         for dimension in self.columns) or "metric"
+
+    @property
+    def value_title(self) -> str:
+        """The title of a column of means: their metric, if the names of rows and columns lack it."""
+        return "mean" if "measure" in (*self.rows, *self.columns) else self.label("measure", self.measures[0])
+
     def plot_options(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield name and options of each plot."""
         for entry in self.plots:
@@ -169,15 +180,20 @@ class Layout:
             return labels.get(key) or MEASURES[key].title.format(images=self.images)
         return labels.get(key) or paper.name(dimension, key)
 
+    def named(self, dimension: str, key: str, text: str = "") -> str:
+        """Return the label of a key, or `text`. A bare value of an axis is preceded by the axis, as in `prob = 0`."""
+        label = self.label(dimension, key)
+        bare = dimension in self.study["axes"] and label == key
+        return f"{self.titles.get(dimension, dimension)} = {text or label}" if bare else text or label
+
     def name(self, dimensions: Iterable[str]) -> Callable[[Run], str]:
         """Return a function that names a run by these dimensions."""
-        return lambda run: ", ".join(self.label(dimension, self.key(dimension, run)) for dimension in dimensions)
+        return lambda run: ", ".join(self.named(dimension, self.key(dimension, run)) for dimension in dimensions)
 
     def position(self, keys: Mapping[str, str]) -> Position:
         """Return the position of these keys in the table."""
-        row, column = (tuple(self.label(dimension, keys[dimension]) for dimension in side)
-                       for side in (self.rows, self.columns))
-        return row, column
+        return (tuple(self.label(dimension, keys[dimension]) for dimension in self.rows),
+                tuple(self.named(dimension, keys[dimension]) for dimension in self.columns))
 
     @cached_property
     def stated(self) -> dict[Position, list[float]]:

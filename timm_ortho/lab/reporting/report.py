@@ -55,6 +55,7 @@ begins with the answer and ends with method and terms.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -300,7 +301,7 @@ def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
 
 def _label(entry: tables.Entry) -> str:
     """Return the names of an entry's row and column without that of its measure, which reports show elsewhere."""
-    return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
+    return ", ".join(name for name in entry.names if name != entry.title)
 
 
 def note(study: Mapping[str, Any], *measured: str) -> str:
@@ -447,7 +448,7 @@ def _made(part: Part) -> dict[str, str]:
     return {
         "seeds": ", ".join(map(str, study["seeds"])),
         "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
-        "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
+        "baseline": ", ".join(starmap(tables.setting, study["baseline"].items())),
         **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
         "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
         **{title: _distinct(value_text(run[key]) for run in runs if run.get(key)) for title, key in _OPTIONS.items()
