@@ -125,7 +125,7 @@ def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Ax
 
 
 def _title(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(fill(title, 32), fontsize=10, loc="left")
+    axes.set_title(fill(title, 38), fontsize=10, loc="left")
     axes.set_xlabel(below, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
