@@ -29,6 +29,9 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
     "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
 RECORDED = [name for name in GRIDS if name in design.shipped() and design.read(name).get("record")]
+DATA = {  # a study's `data`
+    "classes": 10, "validation": 360, "train": 1437, "channels": 1, "image_size": [8, 8], "size_from": "recipe digits",
+    "first_image": [8, 8], "validation_split": "test"}
 OVERHEAD = {
     "model": "vit_small_ortho", "shape": "8x3x64x64", "layout": "tokens", "dtype": "float32", "mode": "eager",
     "linear": 1000.0, "feature": 975.0, "overhead": 2.0, "overhead_p20": 1.0, "overhead_p80": 3.5, "repeats": 11,

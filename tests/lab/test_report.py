@@ -214,12 +214,13 @@ def test_compare(tmp_path):
     assert re.split(" {2,}", header) == [
         "connection", "top-1 %", "difference to Linear [95 % CI]", "best epoch %", "seeds", "images/s",
         "peak memory"]
-    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "-", "91.17", "3", "100", "1,024 MiB"]
+    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "baseline", "91.17", "3", "100", "1,024 MiB"]
     assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
     assert set(rule) == {"-"}
     assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {
         path.name for path in (tmp_path / "figures").iterdir()}
     assert "paper" not in "".join(texts(tmp_path)).lower()
+    assert all("images/s depends on the other runs and programs" in told for told in texts(tmp_path))
 
 
 def test_the_page_describes_the_network_and_its_training(tmp_path):
@@ -248,6 +249,15 @@ def test_networks_at_chance_are_named(tmp_path, feature, told):
         "or change the learning rate.")
 
 
+def test_only_runs_that_differ_in_the_connection_start_from_the_same_weights(tmp_path):
+    runs = [run_of("linear", seed, {"depth": depth}, top1=90.0 + seed) for seed in range(2) for depth in (2, 4)]
+    study = study_of("mine", paper="", table="", axes={"depth": [2, 4]}, baseline={"depth": 2}, seeds=[0, 1])
+    write(study, runs, [], tmp_path)
+    told = texts(tmp_path)[0]
+    assert told.count("start from the same weights") == told.count(
+        "Runs that differ only in the connection or its arguments start from the same weights") == 1
+
+
 def test_a_paper_without_numbers_has_no_column(tmp_path):
     text = write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
     assert "not in the paper" not in "".join([text, *texts(tmp_path)])
@@ -270,12 +280,13 @@ def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):
     text = write(*accuracy(BOTH), ["a-seed9"], tmp_path)
     lead = results(tmp_path)["lead"]
     half = results(tmp_path)["summary"][-1]["difference"]["half_width"]
-    assert lead == ("No difference between the connections was detected. With 3 seeds, differences in top-1 below "
-                    f"about {half:.2g} points cannot be detected.")
+    assert lead == ("No difference between the connections was detected. With 3 pairs of runs, the half-width of the "
+                    f"95 % interval in top-1 is {half:.2g} points.")
     assert lead in text
     for told in texts(tmp_path):
         order = [told.index(said) for said in (
             lead, "Study “accuracy”", "The paper's table", "Differences, paired by seed", "Plots", "How it was made",
-            "Method and terms", "Student's confidence interval", "adjusted for 2 comparisons")]
+            "Method and terms", "Student's confidence interval", "not the sampling of the evaluated images",
+            "adjusted for 2 comparisons")]
         assert order == sorted(order)
         assert f"{scipy.stats.t.ppf(0.975, 2) / math.sqrt(3):.1f} with 3" in told

@@ -1,6 +1,6 @@
 """reporting/plots.py: the contents of the plots. Texts are not cut off and do not overlap."""
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -49,8 +49,8 @@ def assert_fits(name, figure):
                   if low <= label.get_position()[0] <= high and label.get_text() and not label.get_rotation()]
         boxes = sorted(extents(labels), key=lambda box: box.x0)
         assert all(left.x1 <= right.x0 for left, right in pairwise(boxes)), name
-    titles = sorted(extents([axes._left_title for axes in figure.axes]), key=lambda box: (-round(box.y0), box.x0))
-    assert all(left.x1 <= right.x0 for left, right in pairwise(titles) if abs(left.y0 - right.y0) < 2), name
+    titles = extents([axes._left_title for axes in figure.axes])
+    assert not any(one.overlaps(other) for one, other in combinations(titles, 2)), name
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -165,12 +165,56 @@ def test_unknown_steps_and_times():
 
 
 def test_training_is_drawn_in_every_report():
-    """Without `training` in the layout, each row has the runs that are compared with one baseline."""
+    """Each row has the runs that are compared with one baseline."""
     titles = [axes.get_title(loc="left") for axes in drawn(study_of("learning_rate"), runs_of("learning_rate"))[
         "training"].axes]
-    assert [title.partition(":")[0] for title in titles] == ["1e-3"] * 3 + ["5e-4"] * 3
+    rates = [title.replace("\n", " ").partition(":")[0] for title in titles]
+    assert rates == ["learning rate = 1e-3"] * 3 + ["learning rate = 5e-4"] * 3
     axes = drawn(study_of("layer_pattern"), runs_of("layer_pattern"))["training"].axes
-    assert [line.get_label() for line in axes[2].lines] == ["none", "0,1", "all"]
+    assert [line.get_label() for line in axes[2].lines] == ["blocks = none", "blocks = 0,1", "blocks = all"]
+
+
+def test_no_two_lines_of_a_panel_look_alike():
+    """Each connection has its own baseline, so it has its own panels. Runs of one epoch are markers."""
+    values = {"prob": [0.0, 0.5, 1.0], "where": ["all", "first", "mlp"]}
+    study = study_of("mine", paper="", table="", axes=values, baseline={"prob": 0.0}, report={"measures": ["top1"]})
+    runs = [run_of(connection, 0, dict(zip(values, cell, strict=True)), epochs=1)
+            for cell in product(*values.values()) for connection in ("feature", "global")]
+    for figure in (found := drawn(study, runs))["training"], found["profile"]:
+        assert len({axes.get_title(loc="left").replace("\n", " ").partition(":")[0] for axes in figure.axes}) == 6
+        for axes in figure.axes:
+            assert [line.get_label() for line in axes.lines] == ["prob = 0", "prob = 0.5", "prob = 1"]
+            assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines}) == 3
+    assert len({line.get_marker() for line in found["training"].axes[0].lines}) == 3
+
+
+@pytest.mark.parametrize("baseline", [{"connection": "linear"}, {"arch": "deep"}])
+def test_sites_have_the_labels_of_their_model(baseline):
+    """Models of one kind share a panel. A model with other sites has its own panels."""
+    def renamed(run, kinds):
+        kept = [site for site in run["probe"][-1]["sites"] if site["layer"] < len(kinds) // 2]
+        sites = [{**site, "kind": kind} for site, kind in zip(kept, kinds, strict=True)]
+        return {**run, "probe": [{**probe, "sites": sites} for probe in run["probe"]]}
+
+    archs = {"shallow": ["attention", "mlp"], "deep": ["attention", "mlp"] * 2, "conv": ["conv"] * 4}
+    runs = [renamed(run_of("linear", 0, {"arch": arch}), kinds) for arch, kinds in archs.items()]
+    study = study_of("mine", paper="", table="", axes={"arch": list(archs)}, baseline=baseline)
+    by_arch = {}
+    for axes in drawn(study, runs)["profile"].axes:
+        title = axes.get_title(loc="left").replace("\n", " ").partition(":")[0]
+        by_arch[title] = [label.get_text() for label in axes.get_xticklabels()]
+    of_vit, of_conv = ["0 attention", "0 mlp", "1 attention", "1 mlp"], ["0 conv", "0 conv", "1 conv", "1 conv"]
+    assert by_arch == ({"arch = shallow": of_vit[:2], "arch = deep": of_vit, "arch = conv": of_conv}
+                       if "connection" in baseline else
+                       {"arch = shallow, arch = deep": of_vit, "arch = conv": of_conv})
+
+
+def test_a_panel_of_diverged_runs_is_drawn():
+    runs = [run_of(connection, 0, {"lr": lr}) for lr in (1e-3, 1e30) for connection in ("linear", "feature")]
+    for run in runs[2:]:
+        run["history"] = [{**row, "train_loss": None} for row in run["history"]]
+    study = study_of("mine", paper="", table="", axes={"lr": [1e-3, 1e30]})
+    assert_fits("training", drawn(study, runs)["training"])
 
 
 def test_chance_is_marked_if_an_accuracy_is_near():
@@ -216,6 +260,14 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     assert "A point without a bar has no interval." in drawing.caption
 
 
+def test_an_axis_of_equal_accuracies_shows_no_rounding_errors():
+    runs = [run_of(connection, seed, top1=90.1 + 0.7 * seed, epochs=1)
+            for connection in ("linear", "feature", "global") for seed in range(3)]
+    study = study_of("mine", paper="", table="", report={"measures": ["top1"]})
+    low, high = drawings(study, runs)[-1].draw().axes[0].get_xlim()
+    assert high - low > 0.01
+
+
 def test_a_single_run_has_no_bar():
     figure = drawn(study_of("layer_pattern"), runs_of("layer_pattern", seeds=[0]))["layers"]
     bars = [bar for container in figure.axes[0].containers for bar in container.lines[2][0].get_segments()]
@@ -243,7 +295,7 @@ def test_a_line_has_one_setting():
     runs = [run_of("feature", 0, cell) for cell in cells]
     study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
              "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
-    for metrics_of, count in (({}, 4), ({"plots": [{"training": {"by": "mixer"}}]}, 2)):
+    for metrics_of, count in (({}, 1), ({"plots": [{"training": {"by": "mixer"}}]}, 2)):
         found = drawn({**study, "report": {**study["report"], **metrics_of}}, runs)
         axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
         assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count

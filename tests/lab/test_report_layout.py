@@ -55,8 +55,8 @@ def test_two_groups_at_one_position_are_distinguished(tmp_path):
 @pytest.mark.parametrize(("rows", "columns", "row", "column"), [
     (["depth"], ["connection"], "4", "Orthogonal-F, top-1 %"),
     (["depth"], [], "4, feature", "top-1 %"),
-    (["connection"], ["measure"], "Orthogonal-F, depth 4", "top-1 %"),
-    (["measure"], ["connection"], "top-1 %, depth 4", "Orthogonal-F"),
+    (["connection"], ["measure"], "Orthogonal-F, depth = 4", "top-1 %"),
+    (["measure"], ["connection"], "top-1 %, depth = 4", "Orthogonal-F"),
 ])
 def test_every_value_has_its_own_labelled_cell(tmp_path, rows, columns, row, column):
     """A layout may lack the measure, the connection or an axis."""
@@ -69,6 +69,25 @@ def test_every_value_has_its_own_labelled_cell(tmp_path, rows, columns, row, col
     assert len(found) == 8
     assert len(differences(tmp_path)) == 4
     assert re.search(rf"^{row} +{column} +41.00", printed, re.MULTILINE)
+
+
+def test_values_outside_their_column_are_named(tmp_path):
+    """A label, or a name of the paper, needs no axis."""
+    cells = [{"prob": prob, "where": where, "skip": "identity"} for prob in (0.0, 1.0) for where in ("all", "mlp")]
+    runs = [run_of("feature", seed, cell, top1=90.0 + seed) for cell in cells for seed in range(2)]
+    axes = {"prob": [0.0, 1.0], "where": ["all", "mlp"], "skip": ["identity"]}
+    study = study_of("mine", paper="", table="", axes=axes, seeds=[0, 1], baseline={"prob": 0.0})
+    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}}}
+    text = write({**study, "report": measures}, runs, [], tmp_path)
+    assert "difference to π = 0 [95 % CI]" in text
+    assert [row["against"] for row in differences(tmp_path).values()] == ["π = 0"] * 2
+    markdown = texts(tmp_path)[1]
+    assert "The rows are: π = 1, where = all, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
+    write({**study, "report": {**measures, "rows": ["where", "skip"], "columns": ["prob"]}}, runs, [], tmp_path)
+    assert ("MLP", "Identity", "π = 1") in differences(tmp_path)
+    assert tables_of(tmp_path)[0][:2] == [["where", "skip", *["π = 0"] * 2, *["π = 1"] * 2],
+                                          ["top-1 %", "difference [95 % CI]"] * 2]
+    assert ["where", "skip", "π", "against"] in [table[0][:4] for table in tables_of(tmp_path)]
 
 
 def test_own_study_has_a_row_for_each_cell(tmp_path):

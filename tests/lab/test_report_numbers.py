@@ -2,13 +2,14 @@
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 import scipy.stats
-from helpers.made_up_runs import accuracy, run_of, runs_of, study_of
-from helpers.reports import differences, results, side_by_side, texts, write
+from helpers.made_up_runs import DATA, accuracy, run_of, runs_of, study_of
+from helpers.reports import differences, results, side_by_side, tables_of, texts, write
 
-from timm_ortho.lab.reporting import report
+from timm_ortho.lab.reporting import collect, report
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
@@ -61,13 +62,13 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
     text = write(study, runs, [], tmp_path)
     assert differences(tmp_path)["Orthogonal-F", "top-1 %"]["reading"] == reading
     found = results(tmp_path)["summary"][-1]["difference"]
-    told = "No difference between the connections was detected. With 3 seeds" if reading == "not detected" else (
+    told = "No difference between the connections was detected. With 3 pairs" if reading == "not detected" else (
         f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
-        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3")
+        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3 "
+        "pairs")
     half = found["half_width"]
     points = "1 point" if f"{half:.2g}" == "1" else f"{half:.2g} points"
-    below = f" seeds, differences in top-1 below about {points} cannot be detected."
-    assert f"{told.removesuffix(' seeds')}{below}" in text
+    assert f"{told} of runs, the half-width of the 95 % interval in top-1 is {points}." in text
 
 
 def test_differences_are_paired_by_seed(tmp_path):
@@ -80,6 +81,20 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert (feature["seeds"], feature["mean"]) == ([0, 1, 2], pytest.approx(61.0))
     assert (feature["difference"]["mean"], feature["difference"]["pairs"]) == (pytest.approx(1.5), 2)
     assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits, top-1 %"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
+    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
+    assert row["difference [95 % CI]"] == "+1.50 [-4.85, +7.85] (2 pairs)"
+
+
+def test_a_baseline_whose_first_seed_failed_is_the_first_row(monkeypatch):
+    places = [{"run": f"{connection}-{seed}", "cell": {}, "connection": connection, "seed": seed}
+              for seed in (0, 1) for connection in ("linear", "feature")]
+    monkeypatch.setattr(collect, "_run", lambda folder: None if folder.name in ("linear-0", "feature-1") else {})
+    monkeypatch.setattr(collect, "state", lambda folder: {"linear-0": ("failed", "no space")}.get(
+        folder.name, ("stopped", "epoch 1 of 2")))
+    _, runs, unfinished = collect._of_study(
+        Path("study"), {"study": {"dataset": "digits"}, "places": places, "left_out": ["global"]})
+    assert [(run["connection"], run["seed"]) for run in runs] == [("linear", 1), ("feature", 0)]
+    assert unfinished == ["linear-0 (failed: no space)", "feature-1", "global"]
 
 
 def test_single_seed_has_no_interval(tmp_path):
@@ -104,7 +119,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
     assert row["reading"] == "no interval: both pairs have the same difference"
     assert "-1.00 (both pairs have the same difference, no interval)" in text
-    assert "No difference between the connections was detected. With 2 seeds" in text
+    assert "No difference between the connections was detected. With 2 pairs of runs" in text
     assert "1 difference could not be tested: both pairs have the same difference." in text
     assert "adjusted for 2 comparisons. A difference without interval counts as p = 1." in texts(tmp_path)[0]
     assert "p and the reading use only the paired differences" in texts(tmp_path)[0]
@@ -132,6 +147,18 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     assert "adjusted for 2 comparisons." in texts(tmp_path)[0]  # without Hybrid
 
 
+@pytest.mark.parametrize(("classes", "metrics"), [(5, ["top-1 %"]), (6, ["top-1 %", "top-5 %"])])
+def test_top5_of_five_classes_is_no_metric(tmp_path, classes, metrics):
+    study, runs = accuracy(BOTH, name="mine", paper="", table="", data={**DATA, "classes": classes},
+                           report={"plots": [{"curves": {"column": "eval_top5"}}, {"points": {"x": "connection"}}]})
+    write(study, runs, [], tmp_path)
+    assert [metric for _, metric in differences(tmp_path)] == metrics
+    assert f"adjusted for {len(metrics)} comparison" in texts(tmp_path)[0]
+    every_run = next(table for table in tables_of(tmp_path) if table[0][:2] == ["run", "seed"])
+    assert ("top-5 %" in every_run[0]) == (tmp_path / "figures" / "curves.svg").exists() == (len(metrics) == 2)
+    assert ("top-5" in texts(tmp_path)[0]) == (len(metrics) == 2)
+
+
 def test_each_study_is_adjusted_by_itself(tmp_path):
     report.write([report.Part.of(*accuracy(BOTH), []) for _ in range(2)], tmp_path)
     assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
@@ -149,9 +176,9 @@ def test_the_answer_names_what_was_detected(tmp_path, gains, told):
     write(study, runs, [], tmp_path)
     lead = results(tmp_path)["lead"]
     assert lead.startswith(told)
-    assert "With 4 seeds, differences in top-1 below about 0.0" in lead
-    assert " to 0.0" in lead
-    assert "depending on the comparison)" in lead
+    halves = [entry["difference"]["half_width"] for entry in results(tmp_path)["summary"][1:]]
+    assert (f"With 4 pairs of runs, the half-width of the 95 % intervals in top-1 is {statistics.median(halves):.2g} "
+            f"points (median; {min(halves):.2g} to {max(halves):.2g}).") in lead
 
 
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
@@ -194,8 +221,8 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     found, rows = side_by_side(tmp_path), differences(tmp_path)
     assert found[("all",), "top-1 %"] == ("52.98 ± 0.45", "not finite (3 runs)")
     assert found[("0,1",), "top-1 %"][1] == "82.00 ± 1.41 (1 of 3 not finite)"
-    assert list(rows["0,1", "top-1 %"].values())[:2] == ["none", "+1.00"]
+    assert list(rows["0,1", "top-1 %"].values())[:2] == ["blocks = none", "+1.00 (2 pairs)"]
     assert rows["all", "top-1 %"]["reading"] == "no pair of finite runs"
     told, _ = texts(tmp_path)
-    assert "Diverged, with a loss that is not finite: layers all, Orthogonal-F, seed 0; layers 0,1" in told
+    assert "Diverged, with a loss that is not finite: layers = all, Orthogonal-F, seed 0; layers = 0,1" in told
     assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))

@@ -1,5 +1,6 @@
 """Collect the runs in output folders for a report."""
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
@@ -12,6 +13,7 @@ from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from ..train_options import options_with
 from . import published
+from .layout import grouped
 from .report import Part
 
 # Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`
@@ -60,10 +62,12 @@ def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
 def _of_study(folder: Path, values: Mapping[str, Any]) -> tuple[dict, list[dict], list[str]]:
     study = dict(values["study"])
     runs, folders, unfinished = [], [], []
-    for point in values["places"]:
+    groups = grouped(values["places"], lambda point: (tuple(point["cell"].items()), point["connection"]))
+    for point in chain(*groups.values()):  # in this order, a baseline whose first seed is unfinished remains first
         run = _run(folder / point["run"])
         if run is None:
-            unfinished.append(point["run"])
+            word, reason = state(folder / point["run"])
+            unfinished.append(f"{point['run']} (failed: {reason})" if word == "failed" else point["run"])
             continue
         runs.append({**run, "cell": point["cell"], "connection": point["connection"], "seed": point["seed"],
                      "dataset": study["dataset"]})

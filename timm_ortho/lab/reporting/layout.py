@@ -14,7 +14,8 @@
 | `tables` | names of additional tables (`tables.EXTRAS`) | none |
 
 A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. If there are
-several measures, and `measure` is in neither `rows` nor `columns`, it is added to `columns`.
+several measures, and `measure` is in neither `rows` nor `columns`, it is added to `columns`. Studies of at most five
+classes have no top-5.
 
 The study's key `table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean
 and standard deviation of the first measure, then of the second, and so on. If `measure` is in `paper`, each list
@@ -118,10 +119,17 @@ class Layout:
         return images if images == split or images != "test" else "validation"
 
     @property
+    def classes(self) -> Optional[int]:
+        return (self.study.get("data") or {}).get("classes")
+
+    @property
     def chance(self) -> Optional[float]:
         """The accuracy of guessing among equally frequent classes, in percent; None if their number is unknown."""
-        classes = (self.study.get("data") or {}).get("classes")
-        return 100 / classes if classes else None
+        return 100 / self.classes if self.classes else None
+
+    def varies(self, metric: str) -> bool:
+        """Return whether runs can differ in a metric. With at most five classes, top-5 is always 100 %."""
+        return "top5" not in metric or not self.classes or self.classes > 5
 
     @property
     def has_paper(self) -> bool:
@@ -132,6 +140,17 @@ class Layout:
     def names(self) -> list[str]:
         """Titles of the first columns of the table, which contain the names of the rows."""
         return [self.titles.get(dimension, dimension) for dimension in self.rows]
+
+    @property
+    def column_title(self) -> str:
+        """The dimensions of the columns, as the title of a column that contains their names."""
+        return ", ".join(self.titles.get(dimension, "metric" if dimension == "measure" else dimension)
+                         for dimension in self.columns) or "metric"
+
+    @property
+    def value_title(self) -> str:
+        """The title of a column of means: their metric, if the names of rows and columns lack it."""
+        return "mean" if "measure" in (*self.rows, *self.columns) else self.label("measure", self.measures[0])
 
     def plot_options(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield name and options of each plot."""
@@ -161,15 +180,20 @@ class Layout:
             return labels.get(key) or MEASURES[key].title.format(images=self.images)
         return labels.get(key) or paper.name(dimension, key)
 
+    def named(self, dimension: str, key: str, text: str = "") -> str:
+        """Return the label of a key, or `text`. A bare value of an axis is preceded by the axis, as in `prob = 0`."""
+        label = self.label(dimension, key)
+        bare = dimension in self.study["axes"] and label == key
+        return f"{self.titles.get(dimension, dimension)} = {text or label}" if bare else text or label
+
     def name(self, dimensions: Iterable[str]) -> Callable[[Run], str]:
         """Return a function that names a run by these dimensions."""
-        return lambda run: ", ".join(self.label(dimension, self.key(dimension, run)) for dimension in dimensions)
+        return lambda run: ", ".join(self.named(dimension, self.key(dimension, run)) for dimension in dimensions)
 
     def position(self, keys: Mapping[str, str]) -> Position:
         """Return the position of these keys in the table."""
-        row, column = (tuple(self.label(dimension, keys[dimension]) for dimension in side)
-                       for side in (self.rows, self.columns))
-        return row, column
+        return (tuple(self.label(dimension, keys[dimension]) for dimension in self.rows),
+                tuple(self.named(dimension, keys[dimension]) for dimension in self.columns))
 
     @cached_property
     def stated(self) -> dict[Position, list[float]]:

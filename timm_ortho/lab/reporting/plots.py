@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
@@ -26,7 +26,7 @@ from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .page import Picture
 from .statistics import ROUNDING, Difference
-from .tables import Entry
+from .tables import Entry, group_of
 
 STYLES = {
     "linear": {"color": "#d55e00", "linestyle": "--", "marker": "s"},
@@ -57,6 +57,7 @@ class Panel:
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
     below: str = ""  # title of the x axis; by default that of the chart
     marks: Sequence[float] = ()  # x of dotted vertical lines
+    ticks: Sequence[str] = ()  # labels of x = 0, 1, ...; by default whole numbers
     log: bool = False  # whether the y axis is logarithmic
     chance: Optional[float] = None  # y of a dotted line, which is drawn if a value is less than twice as high
 
@@ -77,21 +78,29 @@ class Scene(NamedTuple):
         own = [*(axis for axis in self.layout.study["axes"] if axis not in elsewhere), "connection"]
         return self.layout.name(own if lines is None else lines)
 
+    def divided(self, by: Optional[By], lines: Names) -> tuple[By, Name]:
+        """Return the dimensions of the panels, and a function that names a run's line in a panel.
+
+        By default, a panel has the runs that are compared with one baseline.
+        """
+        if by is None and lines is None:
+            lines = list(self.layout.study["baseline"])
+            by = [axis for axis in self.layout.study["axes"] if axis not in lines]
+            connections = grouped({group_of(run) for run in self.runs}, lambda group: group[0]).values()
+            if "connection" not in lines and max(map(len, connections), default=0) > 1:
+                by.append("connection")
+        return by or (), self.named(lines, by)
+
     def parts(self, by: By, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
         """Group the runs by one or several dimensions. Without a dimension, all runs form one unnamed group."""
         return list(grouped(runs, self.layout.name([by] if isinstance(by, str) else by)).items())
 
 
 def drawings(scene: Scene) -> list[Picture]:
-    """Return the plots of the layout, and `training` if the layout does not list it. Plots without data are left out.
-
-    The added plot has a row of panels for each group of runs that are compared with one baseline.
-    """
-    plots, study = list(scene.layout.plot_options()), scene.layout.study
+    """Return the plots of the layout, and `training` if it does not list it. Plots without data are left out."""
+    plots = list(scene.layout.plot_options())
     if "training" not in dict(plots):
-        compared = list(study["baseline"])
-        plots.insert(0, ("training", {"by": [axis for axis in study["axes"] if axis not in compared],
-                                      "lines": compared}))
+        plots.insert(0, ("training", {}))
     return [drawing for name, options in plots for drawing in DRAWINGS[name](scene, **options)]
 
 
@@ -116,7 +125,7 @@ def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Ax
 
 
 def _title(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(fill(title, 38), fontsize=10, loc="left")
     axes.set_xlabel(below, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -138,8 +147,7 @@ def _finished(figure: Figure) -> Figure:
 
 # --------------------------------------------------------------------------------------------- line charts
 def lines_chart(
-        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, ticks: Sequence[str] = (),
-        narrow: bool = False,
+        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, narrow: bool = False,
 ) -> Figure:
     """Draw line charts in a grid of panels.
 
@@ -148,7 +156,6 @@ def lines_chart(
         below: Title of the x axes of panels without one.
         columns: Maximal number of columns.
         shared: Give all panels the same range of y.
-        ticks: Labels of x = 0, 1, ...; by default whole numbers.
         narrow: One column.
     """
     columns = 1 if narrow else min(columns, len(panels))
@@ -161,19 +168,19 @@ def lines_chart(
             _band(axes, x, curves, name, look)
         _title(axes, panel.title, panel.below or below)
         whole = all(isinstance(at, int) for _, x, _ in panel.lines.values() for at in x)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole))
-        if panel.log:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
+        values = [value for _, _, curves in panel.lines.values() for value in chain(*curves) if finite(value)]
+        if panel.log and max(values, default=0) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
-        if ticks:
-            step = max(1, len(ticks) // 12)
-            axes.set_xticks(range(0, len(ticks), step), ticks[::step], rotation=60)
+        if panel.ticks:
+            step = max(1, len(panel.ticks) // 12)
+            axes.set_xticks(range(0, len(panel.ticks), step), panel.ticks[::step], rotation=60)
         for mark in panel.marks:
             axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
-        values = (value for _, _, curves in panel.lines.values() for curve in curves for value in curve)
-        if panel.chance is not None and min(filter(finite, values), default=math.inf) < 2 * panel.chance:
+        if panel.chance is not None and min(values, default=math.inf) < 2 * panel.chance:
             axes.axhline(panel.chance, color="#555555", linewidth=1.1, linestyle=":", label="chance")
     for axes in grid[len(panels):]:
         axes.remove()
@@ -183,7 +190,7 @@ def lines_chart(
 def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
     """Draw the mean of curves and the range of their values. Values may be None or NaN."""
     columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
-    look = {"label": name, "linewidth": 1.5, **look, "marker": "o" if len(columns) == 1 else look.get("marker", "")}
+    look = {"label": name, "linewidth": 1.5, **look, "marker": look.get("marker", "o") if len(columns) == 1 else ""}
     axes.plot(x, list(map(_mean, columns)), markersize=3, **look)
     low, high = ([end(column, default=math.nan) for column in columns] for end in (min, max))
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -202,7 +209,7 @@ def _panel(title: str, runs: Sequence[Run], name: Name, points: Points, among: S
     Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
     """
     names = list(grouped(among or runs, name))
-    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, points)
+    return Panel(title, {line: _line(style(line, names), members, points)
                          for line, members in grouped(runs, name).items()})
 
 
@@ -282,9 +289,12 @@ def _with_chance(caption: str, layout: Layout) -> str:
     return f"{caption} The accuracy of chance is {layout.chance:.3g} %." if layout.chance else caption
 
 
-def _training(scene: Scene, *, by: By = (), lines: Names = None, name: str = "training", caption: str = "") -> Pictures:
+def _training(
+        scene: Scene, *, by: Optional[By] = None, lines: Names = None, name: str = "training", caption: str = "",
+) -> Pictures:
     """Draw the loss by step, and top-1 by epoch and by time."""
-    runs, line = scene.having("history"), scene.named(lines, by)
+    by, line = scene.divided(by, lines)
+    runs = scene.having("history")
     rows = [progress(scene, members, line, part) for part, members in scene.parts(by, runs)]
     if not rows:
         return
@@ -312,7 +322,7 @@ def _curves(
     """Draw one column of the history by epoch."""
     line, runs = scene.named(lines, by), scene.having("history")
     panels = [_history(scene, members, column, line, part) for part, members in scene.parts(by, runs)]
-    if panels:
+    if panels and scene.layout.varies(column):
         caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
         yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch", shared=True)
 
@@ -326,25 +336,45 @@ _PROBES = {
 
 def _stream(scene: Scene, *, lines: Names = None) -> Pictures:
     """Draw the norm and cosine of the stream at each site. Only the lab's loop measures them (`probe.jsonl`)."""
-    runs, name = scene.having("probe"), scene.named(lines)
+    runs = scene.having("probe")
     if not runs:
         return
-    sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
-    panels = [_panel(f"{title}, after training", runs, name,
-                     lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))))
-              for title, read in _PROBES.values()]
+    by, name = scene.divided(None, lines)
+    parts = scene.parts(by, runs)
+    panels = []
+    for part, members in parts:
+        for sites, of_sites in _by_sites(members):
+            names = [part, *(dict.fromkeys(map(name, of_sites)) if len(of_sites) < len(members) else ())]
+            for title, read in _PROBES.values():
+                panel = _panel(": ".join(filter(None, [", ".join(filter(None, names)), title])), of_sites, name,
+                               lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))), among=runs)
+                panel.ticks = sites
+                panels.append(panel)
     yield _drawing(
         "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
         f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
         "images. The plot shows the root of the mean of |x|², and the mean cosine.",
-        panels, "site, from the first block to the last", ticks=[f"{site['layer']} {site['kind']}" for site in sites])
+        panels, "site, from the first block to the last", columns=2)
     # Published runs may have only the probes before and after training. A run of one epoch has no other probes.
     if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):
         return
     for key, (title, read) in _PROBES.items():
-        panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
+        panels = [_by_epoch(f"{', '.join(filter(None, (part, line)))}: {title}", of_line, read)
+                  for part, members in parts for line, of_line in grouped(members, name).items()]
         yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, averaged over the sites of each "
                        "block.", panels, "epochs done", shared=True)
+
+
+def _by_sites(runs: Sequence[Run]) -> list[tuple[Sequence[str], list[Run]]]:
+    """Group runs whose models have the same sites, and return the names of the sites of each group.
+
+    A shallower model whose sites are the first ones of a deeper model is in the group of the deeper model.
+    """
+    names = [tuple(f"{site['layer']} {site['kind']}" for site in run["probe"][-1]["sites"]) for run in runs]
+    deepest = [one for one in dict.fromkeys(names)
+               if not any(one != other == (*one, *other[len(one):]) for other in names)]
+    return [(one, [run for run, of_run in zip(runs, names, strict=True) if of_run == one[:len(of_run)]])
+            for one in deepest]
 
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
@@ -468,7 +498,7 @@ def _points(
     """Draw measures over the dimension `x`, with every run, and the mean and standard deviation over the seeds."""
     titles = {scene.layout.label("measure", key): MEASURES[key].read
               for key in (scene.layout.measures if measures is None else measures)
-              if any(finite(MEASURES[key].read(run)) for run in scene.runs)}
+              if scene.layout.varies(key) and any(finite(MEASURES[key].read(run)) for run in scene.runs)}
     if not titles:
         return
     below = scene.layout.titles.get(x, x)
@@ -614,8 +644,10 @@ def _intervals(
         axes: Axes, intervals: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
     if intervals:
         bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
-        axes.errorbar([difference.mean for _, difference in intervals], [row for row, _ in intervals], xerr=bars,
-                      label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
+        # the rounding errors of differences that are all zero would otherwise set the range of the axis
+        means = [round(difference.mean, 9) for _, difference in intervals]
+        axes.errorbar(means, [row for row, _ in intervals], xerr=bars, label=label, capsize=2.5, markersize=4.5,
+                      linewidth=width, **{**look, "linestyle": ""})
 
 
 # The plots that a layout can list. Their keyword arguments are the options. `by` is a dimension: each of its values has

@@ -55,6 +55,7 @@ begins with the answer and ends with method and terms.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -165,6 +166,7 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         check_names([*named, *options.get("lines", ())], dimensions, owner, "dimension")
         check_names(options.get("measures", ()), MEASURES, owner, "measure")
         check_names([options["column"]] if "column" in options else [], HISTORY, owner, "column")
+    layout = replace(layout, measures=list(filter(layout.varies, layout.measures)) or layout.measures)
     unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
 
@@ -238,14 +240,14 @@ def _compared(parts: Sequence[Part]) -> list[tables.Entry]:
 def _section(part: Part) -> Iterator[Block]:
     study = part.study
     if part.unfinished:
-        yield Text(f"Not finished: {', '.join(part.unfinished)}.")
+        yield Text(f"Not finished: {'; '.join(part.unfinished)}.")
     if not part.runs:
         yield Text(_NOTHING)
     yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
     yield from _results(part)
     yield from deviations(study)
     if part.runs:
-        yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
+        yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
                          "as measured.")] if diverged else []
@@ -276,7 +278,9 @@ def _results(part: Part) -> Iterator[Block]:
                                 f"measured on the {layout.images} images.",
                     "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
                     if any(run.get("ema") for run in part.runs) else "",
-                    layout.protocol.format(images=layout.images)))
+                    layout.protocol.format(images=layout.images),
+                    "images/s depends on the other runs and programs on the machine at the same time: timm-ortho bench "
+                    "compares the speed of connections." if layout.generic else ""))
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
         yield Grid(tables.differences(entries, layout), "differences to the baseline")
@@ -297,7 +301,7 @@ def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
 
 def _label(entry: tables.Entry) -> str:
     """Return the names of an entry's row and column without that of its measure, which reports show elsewhere."""
-    return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
+    return ", ".join(name for name in entry.names if name != entry.title)
 
 
 def note(study: Mapping[str, Any], *measured: str) -> str:
@@ -334,7 +338,7 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(parts: Sequence[Part]) -> str:
-    """Describe the detected differences, and the smallest difference that these runs can detect."""
+    """Describe the detected differences, and the width of the confidence intervals."""
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
@@ -399,14 +403,15 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     """Return a sentence with the half-widths of the intervals in top-1 or, without top-1, the first tested measure."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
-    seeds = sorted({difference.pairs for difference in differences})
+    pairs = sorted({difference.pairs for difference in differences})
     halves = sorted(difference.half_width for difference in differences if difference.half_width is not None)
     least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
-    spread = f" ({least} to {most}, depending on the comparison)" if least != most else ""
+    spread = f" (median; {least} to {most})" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = (" point" if middle == "1" else " points") if percent else ""
-    return (f"With {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
-            f"below about {middle}{unit} cannot be detected{spread}.")
+    count = " to ".join(map(str, (pairs[0], pairs[-1])[:len(pairs)]))
+    return (f"With {count} pairs of runs, the half-width of the 95 % interval{'s' * (len(halves) > 1)} in "
+            f"{title.strip()}{protocol} is {middle}{unit}{spread}.")
 
 
 def _two_digits(value: float) -> str:
@@ -419,12 +424,15 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     yield "Mean ± standard deviation: both are over the seeds of one setting."
     if not compared:
         return
-    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Both start from the same "
-           "weights and see the same batches. Tables have the mean over the seeds.")
+    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Runs that differ only in "
+           "the connection or its arguments start from the same weights and see the same batches. Tables have the mean "
+           "over the seeds.")
     reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
         {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
-    yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
-           "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
+    yield ("95 % CI: Student's confidence interval of the mean difference. It covers the variation between seeds, not "
+           "the sampling of the evaluated images, and is not adjusted for the number of comparisons. A difference has "
+           "no interval if there is one pair, or if all pairs differ by the same amount: their variance is then "
+           "unknown, not zero.")
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
     yield ("Pooled variance: in a group of settings that are compared with each other, a metric is modelled as a value "
@@ -445,7 +453,7 @@ def _made(part: Part) -> dict[str, str]:
     return {
         "seeds": ", ".join(map(str, study["seeds"])),
         "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
-        "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
+        "baseline": ", ".join(starmap(tables.setting, study["baseline"].items())),
         **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
         "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
         **{title: _distinct(value_text(run[key]) for run in runs if run.get(key)) for title, key in _OPTIONS.items()
@@ -453,7 +461,7 @@ def _made(part: Part) -> dict[str, str]:
         "trainer": _distinct(run.get("trainer") for run in runs),
         "device": _distinct(run.get("device") for run in runs),
         "wall time": _wall_time(runs),
-        "unfinished": ", ".join(part.unfinished) or "none",
+        "unfinished": _count(part.unfinished, "run") if part.unfinished else "none",
         **made_with(study, runs),
     }
 
@@ -491,7 +499,7 @@ def _text(parts: Sequence[Part], folder: Path) -> str:
     paragraphs, between = [], "\n\n" if len(parts) == 1 else "\n"
     for part in parts:
         paragraphs += [f"{part.title}{between}{part.about}", _short(part)]
-        paragraphs += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
+        paragraphs += [f"not finished: {'; '.join(part.unfinished)}"] if part.unfinished else []
     if any(part.runs for part in parts):
         paragraphs.append(_lead(parts))
     return "\n\n".join([*paragraphs, f"report: {folder / 'report.html'}"])

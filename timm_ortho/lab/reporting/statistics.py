@@ -53,8 +53,9 @@ class Difference:
         '+0.12 [-0.30, +0.54]'
         """
         # Round to 9 digits first, so that the rounding error of the machine does not decide the sign: -1e-16 is printed
-        # as +0.00. Values that are really negative keep their sign: -0.001 is printed as -0.00.
+        # as +0.00. Values that are really negative lose their sign if they are printed as zero: -0.001 is 0.00.
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
+        mean, low, high = (text if float(text) else text.removeprefix("-") for text in (mean, low, high))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ Runs that differ only in the seed are a group. Each metric of a group is an `Ent
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
 
@@ -23,6 +24,7 @@ class Entry:
 
     group: Group
     position: Position  # position in the table
+    names: Sequence[str]  # the names of row and column outside the table, such as `depth = 2` for a row `2`
     measure: str
     title: str
     values: Mapping[int, float]  # finite values by seed
@@ -81,10 +83,17 @@ class Entry:
         return _spread(self.moments, self.digits) + (f" ({', '.join(notes)})" if notes else "")
 
     def compared(self) -> str:
-        """Return the difference to the baseline as text, or `baseline` for the baseline itself."""
+        """Return the difference to the baseline as text, or `baseline` for the baseline itself.
+
+        If fewer pairs are finished than the study has seeds, the text has their number.
+        """
         if self.baseline == self.position:
             return "baseline"
-        return NONE if self.difference is None else self.difference.text(self.digits)
+        if self.difference is None:
+            return NONE
+        pairs = self.difference.pairs
+        note = f" ({pairs} pair{'s' * (pairs > 1)})" if pairs < self.planned else ""
+        return f"{self.difference.text(self.digits)}{note}"
 
 
 def _spread(moments: Sequence[float], digits: int) -> str:
@@ -122,8 +131,10 @@ def _of_measure(groups: Mapping[Group, list[Run]], name: str, layout: Layout) ->
             pair = [[values[side][seed] for seed in seeds] for side in (group, baseline)]
             compared = dict(baseline=positions[baseline], effects=_effects(keys[group], keys[baseline], layout),
                             difference=paired_difference(*pair) if seeds else None)
-        entries.append(Entry(group, position, name, layout.label("measure", name), values[group], len(groups[group]),
-                           len(study["seeds"]), layout.stated.get(position), **compared))
+        row = [layout.named(dimension, keys[group][dimension], text)
+               for dimension, text in zip(layout.rows, position[0], strict=True)]
+        entries.append(Entry(group, position, [*row, *position[1]], name, layout.label("measure", name), values[group],
+                             len(groups[group]), len(study["seeds"]), layout.stated.get(position), **compared))
     return entries
 
 
@@ -133,7 +144,7 @@ def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
 
     def added(group: Group) -> list[str]:
         others = sharing[positions[group]]
-        names = [f"{axis} {value_text(value)}" for axis, value in group[0]
+        names = [setting(axis, value) for axis, value in group[0]
                  if any((axis, value) not in other[0] for other in others)]
         return [*names, group[1]] if any(other[1] != group[1] for other in others) else names
 
@@ -213,11 +224,12 @@ def _short(p: Optional[float]) -> Optional[float]:
 def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
     """Return the measured numbers beside those of the paper or, for a study without a paper, beside the differences."""
     scale = layout.study["scale"]
-    title = "here" if scale == "paper" else f"here ({scale})"
     here = {entry.position: str(entry) for entry in entries}
     if not layout.has_paper:
         compared = {entry.position: entry.compared() for entry in entries}
-        return side_by_side(layout.names, here, compared, (title, "difference [95 % CI]"), (NOT_RUN, NONE))
+        titles = (layout.value_title, "difference [95 % CI]")
+        return side_by_side(layout.names, here, compared, titles, (NOT_RUN, NONE))
+    title = "here" if scale == "paper" else f"here ({scale})"
     digits = {layout.label("measure", name): MEASURES[name].digits for name in layout.measures}
     stated = {(row, column): _spread(moments, next((digits[name] for name in (*column, *row) if name in digits), 2))
               for (row, column), moments in layout.stated.items()}
@@ -259,13 +271,14 @@ def side_by_side(
 def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> Table:
     """Return the table of `timm-ortho compare`, one row for each group. Speed and memory are medians over the runs."""
     axes, baseline = layout.study["axes"], ", ".join(
-        layout.label(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
+        layout.named(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
     rows = []
     for entry in (entry for entry in entries if entry.measure == "top1"):
         members = [run for run in runs if group_of(run) == entry.group]
+        untested = entry.difference is not None and entry.difference.half_width is None
         rows.append([
             *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
-            str(entry), "-" if entry.baseline == entry.position else str(entry.difference or "-"),
+            str(entry), str(entry.difference) if untested else entry.compared(),
             _middle(fmean, members, "best_top1"), str(entry.runs), _middle(median, members, "images_per_second"),
             _middle(median, members, "peak_memory")])
     return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
@@ -284,14 +297,15 @@ def _memory(value: Optional[float]) -> str:
 # ------------------------------------------------------------------------------- differences, and every run
 def differences(entries: Sequence[Entry], layout: Layout) -> Table:
     """Return a table with a row for each entry that has a baseline other than itself."""
+    names = {entry.position: entry.names for entry in entries}
+
     def against(entry: Entry) -> str:
-        names, others = ([*row, *column] for row, column in (entry.position, entry.baseline))
-        return ", ".join(other for name, other in zip(names, others, strict=True) if name != other)
+        return ", ".join(other for name, other in zip(entry.names, names[entry.baseline], strict=True) if name != other)
 
     half_width = "half-width; the paper's differences" if any(entry.effects for entry in entries) else "half-width"
     return Table(
-        [*layout.names, "metric", "against", "difference [95 % CI]", "pooled variance [95 % CI]", "p (Holm)", "reading",
-         half_width],
+        [*layout.names, layout.column_title, "against", "difference [95 % CI]", "pooled variance [95 % CI]", "p (Holm)",
+         "reading", half_width],
         [[*entry.position[0], ", ".join(entry.position[1]), against(entry), entry.compared(),
           entry.pooled.text(entry.digits) if entry.pooled else NONE,
           NONE if entry.holm is None else f"{entry.holm:.2g}", entry.reading,
@@ -303,17 +317,21 @@ def printed(entries: Sequence[Entry], layout: Layout) -> Table:
     """Return the table that the command prints: a line for each metric of a group."""
     stated = ["paper"] if layout.has_paper else []
     return Table(
-        [*layout.names, "metric", *stated, "here", "difference [95 % CI]", "reading"],
+        [*layout.names, layout.column_title, *stated, "here" if stated else layout.value_title, "difference [95 % CI]",
+         "reading"],
         [[*entry.position[0], ", ".join(entry.position[1]),
           *(_spread(entry.paper, entry.digits) if entry.paper else layout.unstated for _ in stated), str(entry),
           entry.compared(), entry.reading if entry.is_compared else ""] for entry in entries],
         len(layout.rows) + 1)
 
 
+def setting(axis: str, value: Any) -> str:
+    return f"{axis} = {value_text(value)}"
+
+
 def run_name(run: Run) -> str:
     """Return the name of a run without its seed."""
-    cell = [f"{axis} {value_text(value)}" for axis, value in run["cell"].items()]
-    return ", ".join([*cell, paper.name("connection", run["connection"])])
+    return ", ".join([*starmap(setting, run["cell"].items()), paper.name("connection", run["connection"])])
 
 
 def _with_digits(digits: int) -> Callable[[Optional[float]], str]:
@@ -329,14 +347,15 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def every_run(runs: Sequence[Run]) -> Table:
+def every_run(runs: Sequence[Run], layout: Layout) -> Table:
     """Return a table with a row for each run, omitting columns that no run has.
 
     Model and parameters are columns only if the models differ.
     """
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
-               if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]
+               if any(key in run for run in runs) and layout.varies(key)
+               and (several or key not in ("model", "parameters"))]
     return Table(
         ["run", "seed", *(title for _, title, _ in columns)],
         [[run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
