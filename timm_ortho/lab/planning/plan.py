@@ -7,8 +7,8 @@ The output folder of a study contains:
     results.json, report.html, report.md
 
 A point is one cell of the study's grid with one connection and one seed. Points with equal settings share a run. Runs
-with the same seed are paired: they start from the same weights and see the same batches. Runs are ordered by seed, so
-that the first seeds of an interrupted study have complete pairs.
+with the same seed are paired: they see the same batches, and start from the same weights if they differ only in the
+connection. Runs are ordered by seed, so that the first seeds of an interrupted study have complete pairs.
 """
 import json
 from dataclasses import dataclass
