@@ -347,7 +347,9 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     assert "warning" not in errors
     assert "Traceback (most recent call last)" in (experiment.folder / "feature-seed0" / LOG).read_text()
     assert "Traceback" not in (experiment.folder / "linear-seed0" / LOG).read_text()
-    assert finished(experiment.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])
+    done, unfinished = finished(experiment.folder)
+    assert done == [({}, "global", 0)]
+    assert [text.partition(" (failed: ")[0] for text in unfinished] == ["linear-seed0", "feature-seed0"]
     sessions = [read(experiment.folder / f"{name}-seed0" / "sessions.json") for name in ("linear", "feature")]
     assert [len(of_run) for of_run in sessions] == [2, 2]
 
