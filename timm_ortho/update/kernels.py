@@ -100,7 +100,7 @@ def tile_index(
         the number of elements from one row to the next if ROWS, otherwise the number of pixels. Only rows have more
         than one piece.
     """
-    # Triton knows that a size is a multiple of 16. This tells it of multiples of 2, 4 and 8, for wider loads.
+    # Triton itself recognises only multiples of 16. With multiples of 2, 4 and 8, it can load several elements at once.
     if ROWS:
         width = width // UNIT * UNIT
         piece_width = piece_width // UNIT * UNIT
