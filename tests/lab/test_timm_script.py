@@ -70,7 +70,7 @@ def test_two_connections_and_two_seeds(two_by_two):
     part, = collect.collect([two_by_two]).values()
     assert part.unfinished == []
     assert [(item["connection"], item["seed"], item["top1"]) for item in part.runs] == [
-        ("linear", 0, 20), ("feature", 0, 20), ("linear", 1, 21), ("feature", 1, 21)]
+        ("linear", 0, 20), ("linear", 1, 21), ("feature", 0, 20), ("feature", 1, 21)]
     for item in part.runs:
         assert (item["trainer"], item["epochs"], item["model"]) == ("train.py", 2, "vit_small_ortho")
         assert not item.keys() & {*TIMED}  # train.py does not measure them, and reports leave their columns out
