@@ -220,7 +220,7 @@ def test_compare(tmp_path):
     assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {
         path.name for path in (tmp_path / "figures").iterdir()}
     assert "paper" not in "".join(texts(tmp_path)).lower()
-    assert all("images/s depends on the other runs and programs" in told for told in texts(tmp_path))
+    assert all("images/s also depends on what else ran on the machine" in told for told in texts(tmp_path))
 
 
 def test_the_page_describes_the_network_and_its_training(tmp_path):

@@ -279,8 +279,8 @@ def _results(part: Part) -> Iterator[Block]:
                     "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
                     if any(run.get("ema") for run in part.runs) else "",
                     layout.protocol.format(images=layout.images),
-                    "images/s depends on the other runs and programs on the machine at the same time: timm-ortho bench "
-                    "compares the speed of connections." if layout.generic else ""))
+                    "images/s also depends on what else ran on the machine. To compare speeds, use timm-ortho bench."
+                    if layout.generic else ""))
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
         yield Grid(tables.differences(entries, layout), "differences to the baseline")
