@@ -88,7 +88,7 @@ class ImageError(LabError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(text.strip().splitlines()[-1].removeprefix(f"{__name__}.ImageError: "))
+        super().__init__(text.strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
 
 
 class _View(Dataset):
@@ -358,7 +358,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     return train, validation
 
 
-class _OtherSizeError(LabError):
+class _OtherSizeError(ImageError):
     """An image has another size than the first."""
 
 
