@@ -224,8 +224,9 @@ def command(folder, *words):
             "-b", "16", "--device", "cpu", "-j", "0", "--device-images", *words]
 
 
-def test_images_of_several_sizes_need_an_image_size(several, tmp_path, capsys):
-    words = ["--model", "vit_test", "--output", str(tmp_path / "out")]
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_images_of_several_sizes_need_an_image_size(several, tmp_path, capsys, workers):
+    words = ["--model", "vit_test", "--output", str(tmp_path / "out"), "-j", workers]
     assert cli.main(command(several, *words)) == 2
     log = tmp_path / "out" / "linear-seed0" / "log.txt"
     assert capsys.readouterr().err.splitlines()[-1] == (
