@@ -16,7 +16,7 @@ subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, o
 
 Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
-Padding: ``global`` excludes padding (:mod:`timm_ortho.masks`). The projections of ``feature`` and ``hybrid`` cover one
+Padding: ``global`` excludes padding (:func:`real_tokens`). The projections of ``feature`` and ``hybrid`` cover one
 token each and need no mask.
 
 Skip transforms: the attribute ``skip`` can contain a transform P of the stream (:mod:`timm_ortho.skips`). The
@@ -30,6 +30,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._bytecode import uses
 from ._checks import (
@@ -44,7 +45,6 @@ from ._checks import (
 )
 from ._compat import has_hooks, observe
 from .functional import KEEPS, checked_update, update_with_norm
-from .masks import CAUSAL_MASK, MASK_LAYOUTS, real_tokens
 from .update.backend import kernels_for
 from .update.formula import Weight, plain_update
 
@@ -92,8 +92,6 @@ class Connection(nn.Module):
             of the connection does not call :meth:`join`, it must begin with ``x = self.carried(x)``.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
-        mask_layout: Layout of attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
-        causal: Whether causal attention is allowed, although one projection covers all tokens.
         site: Description of the site, from :func:`timm_ortho.connect`; ``NO_SITE`` for a connection on its own.
             ``forward`` must not read it, because TorchScript has no such type.
 
@@ -120,8 +118,6 @@ class Connection(nn.Module):
         self.groups = 1
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
-        self.mask_layout = "scores"
-        self.causal = False
 
     @property
     def name(self) -> str:
@@ -153,7 +149,7 @@ class Connection(nn.Module):
             return self._join_groups(x, f, parallel, orthogonal)
         mask: Optional[Tensor] = None
         if attn_mask is not None and self.dims is None:
-            mask = real_tokens(attn_mask, x, self.mask_layout, self.causal)
+            mask = real_tokens(attn_mask, x)
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
@@ -161,11 +157,10 @@ class Connection(nn.Module):
 
     def refuse_causal(self) -> None:
         """Raise ValueError if one projection covers all tokens. Blocks call this if their attention is causal."""
-        if self.dims is None and not self.causal:
-            if torch.jit.is_scripting():
-                raise ValueError("one projection for all tokens, but the attention is causal")
-            else:
-                raise ValueError(CAUSAL_MASK)
+        if self.dims is None:
+            raise ValueError(
+                "a connection has one projection for all tokens of a sample, but the attention is causal: each token "
+                "would depend on later tokens. Use the connection 'feature' or 'hybrid'")
 
     def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
         """Return the result of :meth:`join` with one projection per group of channels. ``x`` is already P x."""
@@ -192,6 +187,65 @@ class Connection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps:g}" + (f", groups={self.groups}" if self.groups > 1 else "")
+
+
+def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+    """Return which tokens are real and not padding.
+
+    A token is real if the mask lets any token attend to it, including itself. Shapes have the meaning that they have in
+    ``scaled_dot_product_attention``.
+
+    Args:
+        attn_mask: Mask of self-attention, ``[N or 1, N]``, ``[heads or 1, N or 1, N]``,
+            ``[B or 1, heads or 1, N or 1, N]`` or a ``BlockMask`` of flex attention. In a boolean mask, True allows
+            attention; ``nn.MultiheadAttention`` has the opposite meaning. A floating-point mask is added to the scores:
+            values of -1000 or less forbid attention.
+        x: Stream, ``[B, N, C]``.
+
+    Returns:
+        Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the last axis of the
+        mask has the keys of another stream.
+
+    Raises:
+        ValueError: The shape or dtype is unsupported.
+
+    Example:
+        >>> real_tokens(torch.tensor([[[[True, True, False]]]]), torch.zeros(1, 3, 8)).flatten()
+        tensor([ True,  True, False])
+    """
+    if attn_mask is None:
+        return None
+    if not torch.jit.is_scripting():
+        if has_torch_function_variadic(attn_mask, x):
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)  # FX records it
+        if not isinstance(attn_mask, Tensor):
+            attn_mask = _evaluated(attn_mask, x)
+    if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
+        return None
+    allowed = attn_mask
+    while allowed.dim() < 4:
+        allowed = allowed.unsqueeze(0)
+    if (x.dim() != 3 or attn_mask.dim() not in (2, 3, 4) or allowed.shape[0] not in (1, x.shape[0])
+            or allowed.shape[2] not in (1, x.shape[1])
+            or not (attn_mask.is_floating_point() or attn_mask.dtype == torch.bool)):
+        raise ValueError(
+            "attention mask must be boolean or floating-point, [N or 1, N], [heads or 1, N or 1, N] or [B or 1, heads "
+            f"or 1, N or 1, N], and belong to a stream [B, N, C]; got shape {list(attn_mask.shape)}, dtype "
+            f"{attn_mask.dtype}, and x of shape {list(x.shape)}. If the mask does not mark padding, register the block "
+            "with mask=''")
+    if attn_mask.is_floating_point():
+        allowed = allowed > -1000.0  # exp(-1000) is 0 in every dtype
+    return allowed.any(2).any(1).unsqueeze(-1)
+
+
+def _evaluated(mask: Any, x: Tensor) -> Tensor:
+    """Return flex attention's ``BlockMask`` as a tensor."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask  # slow to import
+
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(mask).__name__}")
+    batch, heads, queries, keys = mask.shape
+    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=x.device)
 
 
 class LinearConnection(Connection):
@@ -397,7 +451,6 @@ def create_connection(
         keep: str = "output",
         groups: int = 1,
         branch_first: bool = False,
-        mask_layout: str = "scores",
         skip: Optional[nn.Module] = None,
         site: SiteSpec = NO_SITE,
         device: Any = None,
@@ -414,7 +467,6 @@ def create_connection(
             the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
             so that one set of arguments fits a comparison of several connections.
         branch_first: See :class:`Connection`.
-        mask_layout: Layout of the block's attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
         site: Description of the site, see :class:`Connection`.
         device, dtype: Device and dtype of the parameters.
@@ -438,7 +490,6 @@ def create_connection(
     check_prob(prob)
     check_count("groups", groups)
     known_name("keep", keep, KEEPS)
-    known_name("mask layout", mask_layout, MASK_LAYOUTS)
     if "start" not in accepted:  # a class that accepts it may have other forms
         known_name("start", start, STARTS)
     for name in ("prob", "groups"):  # 1 is the default of both
@@ -458,7 +509,7 @@ def create_connection(
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
-    made.skip, made.branch_first, made.mask_layout, made.site = skip, branch_first, mask_layout, site
+    made.skip, made.branch_first, made.site = skip, branch_first, site
     cls = cast(type, type(made))
     if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
         raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")

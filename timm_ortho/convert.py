@@ -75,47 +75,15 @@ class _Block(NamedTuple):
         dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
         site = SiteSpec(routed=True, depth=self.spec.depth, tokens_apart=self.spec.tokens_apart,
                         in_place=self.spec.keep == "branch")
-        return {attribute: dict(dim=dims[kind], branch_first=first[kind], mask_layout=self.spec.mask_layout, site=site)
+        return {attribute: dict(dim=dims[kind], branch_first=first[kind], site=site)
                 for attribute, kind in self.sites.items()}
-
-    def check_groups(self, groups: int, kinds: Collection[str]) -> None:
-        """Raise ValueError if ``groups`` does not divide the width of the stream at sites of these kinds.
-
-        If the block's own code contains the connections, they check the width when they are called.
-        """
-        widths = self.widths() if groups > 1 and self.spec else {}
-        for attribute, width in widths.items():
-            if self.sites[attribute] in kinds and width % groups:
-                divisors = ", ".join(str(count) for count in range(1, width + 1) if width % count == 0)
-                raise ValueError(f"groups={groups} does not divide the {width} channels of {self.label} "
-                                 f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
-
-    def heads(self, model: nn.Module) -> int:
-        """Return the number of attention heads in the block's layer, from its modules or else from their configs."""
-        modules = list(model.get_submodule(self.layer).modules())
-        configs = [module.config for module in modules if "config" in vars(module)]
-        counts = _numbers_of_heads(modules) or _numbers_of_heads(configs)
-        if len(counts) != 1:
-            number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
-            raise ValueError(f"groups='heads' requires one number of heads per block, but {self.label} "
-                             f"({type(self.module).__name__}) {number}: pass a number, or restrict layers or kinds. "
-                             "The model is unchanged.")
-        return counts.pop()
 
 
 def _details(connection: Connection) -> dict[str, Any]:
     """Return the arguments that the block's author gave this connection and that ``connect`` must not change."""
     by_author = connection.keep == "branch" and not connection.site.arguments
     site = SiteSpec(tokens_apart=connection.site.tokens_apart, in_place=connection.site.in_place or by_author)
-    return dict(
-        dim=connection.dim, branch_first=connection.branch_first, mask_layout=connection.mask_layout, site=site)
-
-
-_HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of layers or configs
-
-
-def _numbers_of_heads(owners: Iterable[Any]) -> set[int]:
-    return {getattr(owner, name) for owner in owners for name in _HEADS if isinstance(getattr(owner, name, None), int)}
+    return dict(dim=connection.dim, branch_first=connection.branch_first, site=site)
 
 
 class UnsupportedModelError(ValueError):
@@ -140,7 +108,7 @@ def connect(
         kinds: Union[str, Iterable[str], None] = None,
         start: str = "orthogonal",
         keep: str = "output",
-        groups: Union[int, str] = 1,
+        groups: int = 1,
         skip: str = "identity",
         skip_branches: Optional[int] = None,
         skip_rank: Optional[int] = None,
@@ -175,8 +143,8 @@ def connect(
             With ``"output"``, the backward pass of such a model raises "one of the variables needed for gradient
             computation has been modified by an inplace operation".
         groups: Number of equal parts of the channel axis. Each part has its own projection. ``feature``,
-            ``hybrid`` and custom connections with an argument ``groups`` support this. ``"heads"`` means the number of
-            heads of the block's attention, at every site of the block.
+            ``hybrid`` and custom connections with an argument ``groups`` support this. A forward pass raises an error
+            if the number does not divide the channels of a stream.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: the connection combines
             P x and f instead of x and f. One of ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
@@ -193,8 +161,8 @@ def connect(
 
     Raises:
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
-            signature, or it projects over all tokens (``global``) and a block is causal, or a block already has an
-            attribute with the name of a connection. The model is unchanged.
+            signature, or it projects over all tokens (``global``) and a block is causal or part of a language model, or
+            a block already has an attribute with the name of a connection. The model is unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
             would change the class of a block that is sharded or parametrized or has an instance attribute ``forward``,
             add parameters to a sharded or parametrized block, or change the trainable parameters of a model in
@@ -203,7 +171,7 @@ def connect(
 
     Example:
         >>> import timm
-        >>> model = connect(timm.create_model("vit_test_linear"), "feature", groups="heads", kinds="attention")
+        >>> model = connect(timm.create_model("vit_test_linear"), "feature", groups=2, kinds="attention")
         >>> model.blocks[0].connection_attention, model.blocks[0].connection_mlp
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
@@ -213,33 +181,23 @@ def connect(
     numbers = list(layers_of(block.layer for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
-    if isinstance(groups, str) and groups != "heads":
-        raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
-    arguments: dict[str, Any] = dict(connection=connection, eps=eps, prob=prob, start=start, keep=keep)
-    if groups != "heads":
-        arguments["groups"] = groups
+    arguments: dict[str, Any] = dict(
+        connection=connection, eps=eps, prob=prob, start=start, keep=keep, groups=groups)
     create_connection(**arguments)  # check the arguments even if `layers` is empty
     call = _call_arguments(
-        dict(arguments, connection=name_of(connection), groups=groups,
+        dict(arguments, connection=name_of(connection),
              layers=None if layers is None else sorted(chosen), kinds=None if kinds is None else sorted(chosen_kinds)),
         dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
-        if not set(carrying).isdisjoint(block.sites.values()):
-            if groups == "heads":
-                arguments["groups"] = block.heads(model)
-            block.check_groups(arguments["groups"], carrying)
         connections = _make_connections(block, arguments, call, skips, carrying)
         _check_attributes(block, connections)
         module, kinds_here = block.module, tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())
-        _check_causal(model, block, connections.values())
-        if block.spec:
-            for made in connections.values():
-                made.causal = block.spec.causal is None
+        _check_causal(block, connections.values())
         converted.append((module, cls, connections))
     everywhere = [made for _, _, connections in converted for made in connections.values()]
     for index, made in enumerate(everywhere):
@@ -408,17 +366,15 @@ def _check_attributes(block: _Block, names: Iterable[str]) -> None:
                              "model is unchanged.")
 
 
-def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connection]) -> None:
-    """Raise ValueError if a block is causal and one of its connections projects over all tokens."""
-    if block.spec is None or all(connection.dims is not None for connection in connections):
-        return
-    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # "" names the model
-    if block.spec.is_causal(model.get_submodule(name) for name in names):
-        made = next(connection for connection in connections if connection.dims is None)
+def _check_causal(block: _Block, connections: Iterable[Connection]) -> None:
+    """Raise ValueError if a connection projects over all tokens of a causal block or of a language model."""
+    made = next((connection for connection in connections if connection.dims is None), None)
+    if made and block.spec and (block.spec.causal or block.spec.text):
+        kind = "causal" if block.spec.causal else "language model's"
         raise ValueError(
-            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.label} is a causal "
-            f"{type(block.module).__name__}: each token would depend on later tokens. Use 'feature' or 'hybrid', or "
-            "restrict layers to an encoder. The model is unchanged.")
+            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.label} is a {kind} "
+            f"{type(block.module).__name__}: use 'feature' or 'hybrid', or restrict layers to other blocks. The model "
+            "is unchanged.")
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:

@@ -239,7 +239,8 @@ class Router(ast.NodeTransformer):
         self.sums = sums
         self.sides_differ, self.keeps_order = sides_differ, keeps_order
         self.streams = {stream for expected in sums for stream in expected.normalized}
-        self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
+        has_mask = variables_of(mask) & inspect.signature(function).parameters.keys()
+        self.keywords = [ast.keyword("attn_mask", ast.parse(mask, mode="eval").body)] if has_mask else []
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
         self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
         self.local = locals_of(function.__code__) - {self.instance}
@@ -306,12 +307,10 @@ class Router(ast.NodeTransformer):
         if expected.connection is None:
             return None
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=expected.connection, ctx=ast.Load())
-        keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
         stream, branch = (right, self.visit(left)) if branch_first else (left, self.visit(right))
-        arguments = [stream, branch]
+        arguments, keywords = [stream, branch], self.keywords
         if self.keeps_order and branch_first and all(map(_has_call, arguments)):
-            keywords = [ast.keyword("f", branch), ast.keyword("x", stream), *keywords]
-            arguments = []
+            arguments, keywords = [], [ast.keyword("f", branch), ast.keyword("x", stream), *keywords]
         call = ast.copy_location(ast.Call(func=module, args=arguments, keywords=keywords), node)
         self.calls.append(call)
         return call
@@ -481,6 +480,11 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 def _has_call(node: ast.AST) -> bool:
     return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
+
+
+def variables_of(expression: str) -> Set[str]:
+    """Return the names of the variables in an expression; an empty expression has none."""
+    return {node.id for node in ast.walk(ast.parse(expression)) if isinstance(node, ast.Name)}
 
 
 def locals_of(code: CodeType) -> Set[str]:

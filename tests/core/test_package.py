@@ -21,7 +21,7 @@ PAGES = PACKAGE.parent / "docs"
 
 LAYERS = [  # a file may import only from its own entry and later entries
     "__main__", "cli", "lab", "hub", "bench", "runs", "models", "weights", "hub_client", "diagnostics", "convert",
-    "arguments", "skips", "model_sites", "blocks", "routing", "connections", "masks", "functional", "update",
+    "arguments", "skips", "model_sites", "blocks", "routing", "connections", "functional", "update",
     "_bytecode", "_compat", "_checks", "_yaml", "_images", "_text",
 ]
 

@@ -8,8 +8,7 @@ from torch import nn
 from .._bytecode import reaches
 from .._checks import check_count, known_name
 from ..functional import KEEPS
-from ..masks import MASK_LAYOUTS
-from ..routing import RoutingError
+from ..routing import RoutingError, variables_of
 from . import lookup
 from .bypass import bypass_of, bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
@@ -27,8 +26,7 @@ def register_block(
         keep: str = "output",
         method: str = "forward",
         mask: Optional[str] = None,
-        mask_layout: str = "scores",
-        causal: Union[bool, str] = False,
+        causal: bool = False,
         sides_differ: bool = False,
         bypass: bool = False,
 ) -> type:
@@ -48,20 +46,19 @@ def register_block(
             two sides of an ``if`` count as one, unless ``sides_differ``.
         dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
         width: Number of channels of the stream, or a function of the block that returns this number. ``connect`` needs
-            it only for its arguments ``groups`` and ``skip``. None for the output width of the block's last linear
-            layer or convolution.
+            it only for its argument ``skip``. None for the output width of the block's last linear layer or
+            convolution.
         keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
             output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
-        mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
-            mask to exclude padding, see :func:`timm_ortho.masks.real_tokens`. True must allow attention, as in
+        mask: Name of the method's argument with the attention mask, or an expression of it, such as
+            ``"mask[:, None, None]"`` for masks ``[B, N]``. Connections with one projection per sample use the mask to
+            exclude padding, see :func:`timm_ortho.connections.real_tokens`. True must allow attention, as in
             ``scaled_dot_product_attention``. Pass ``""`` for a mask with the opposite meaning, as in
             ``nn.MultiheadAttention``, or without padding. None for the mask of a registered base class. Other classes
             need a value if the name of an argument contains ``mask``.
-        mask_layout: Layout of masks with two axes: ``"scores"`` for ``[N, N]``, ``"keys"`` for ``[B, N]``.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
-            connections with one projection per sample. A string names an attribute that is true in causal blocks. The
-            attribute is read from the block, or from the nearest module around the block that has the attribute.
+            connections with one projection per sample.
         sides_differ: True if the two sides of an ``if`` have additions of different kinds, such as a parallel block on
             one side and a sequential block on the other side. ``kinds`` then names the additions of both sides.
         bypass: True if some calls of the block are meant to compute their result without the additions, for example in
@@ -71,7 +68,7 @@ def register_block(
         The class.
 
     Raises:
-        TypeError: ``block`` is not a module class, or ``causal`` is neither a bool nor a string.
+        TypeError: ``block`` is not a module class.
         ValueError: A value is invalid, or the class is already registered with different values.
         timm_ortho.RoutingError: The source of the method cannot be read, or does not contain the expected additions.
             The message lists the additions that it contains. Or ``bypass`` is False, and some calls do not reach the
@@ -101,26 +98,23 @@ def register_block(
     expected = "stream must be an expression or a sequence of expressions"
     streams = stream if isinstance(stream, str) else tuple(
         each if isinstance(each, str) else _tuple(expected, each, str) for each in _tuple(expected, stream, object))
-    for expression in _flat(streams):
+    for argument, expression in (*(("stream", each) for each in _flat(streams)), ("mask", mask or "None")):
         try:
             ast.parse(expression, mode="eval")
         except SyntaxError:
-            raise ValueError(f"stream {expression!r} is not an expression") from None
+            raise ValueError(f"{argument} {expression!r} is not an expression") from None
     dims = dim if isinstance(dim, int) else _tuple("dim must be an axis or a sequence of axes", dim, int)
     for argument, values in (("stream", streams), ("dim", dims)):
         if isinstance(values, tuple) and len(values) != len(kinds):
             raise ValueError(f"{argument} needs one value, or {len(kinds)} (one for each kind), got {len(values)} in a "
                              "sequence")
     width = last_width if width is None else width if callable(width) else check_count("width", width)
-    known_name("mask layout", mask_layout, MASK_LAYOUTS)
-    if not isinstance(causal, (bool, str)):
-        raise TypeError(f"causal must be True, False or the name of an attribute, got {causal!r}")
     name = lookup.class_name(block)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     spec = BlockSpec(
         name, streams, kinds, dims, keep=keep, method=method, mask=_mask(block, method, mask),
-        mask_layout=mask_layout, causal=causal, sides_differ=bool(sides_differ), width=width)
+        causal=bool(causal), sides_differ=bool(sides_differ), width=width)
     known = lookup.SPECS.get(name, spec)
     if known._replace(width=spec.width) == spec and _code(known.width) == _code(width):  # a cell that runs again
         spec = known
@@ -137,23 +131,23 @@ def register_block(
 
 
 def _mask(block: type, method: str, mask: Optional[str]) -> str:
-    """Return the name of the argument of a method with the attention mask, "" if there is none."""
+    """Return the expression of a method's attention mask, "" if there is none."""
     arguments = signature(getattr(block, method)).parameters
     masks = [name for name in arguments if "mask" in name]
     if mask is None:
         known = next(filter(None, (lookup.SPECS.get(lookup.class_name(cls)) for cls in block.__mro__)), None)
-        if known and (known.mask in masks or not masks):
+        if known and (not masks or variables_of(known.mask).intersection(masks)):
             return known.mask
         if masks:
             raise ValueError(
                 f"{masks[0]!r} may be an attention mask: pass mask={masks[0]!r} if True allows attention, or mask='' "
                 "if True forbids attention, as in nn.MultiheadAttention, or if the mask does not mark padding")
         return ""
-    if mask and mask not in arguments:
+    if mask and not variables_of(mask) & arguments.keys():
         raise ValueError(f"{block.__name__}.{method} has no argument {mask!r}: correct mask, or pass mask=''")
     if mask.endswith("key_padding_mask"):
-        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
-                         "or give the block the inverted mask under another name")
+        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='' or "
+                         "an expression of the inverted mask")
     return mask
 
 

@@ -1,6 +1,5 @@
 """Describe a residual block: its stream variable and its additions."""
-from operator import attrgetter
-from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
@@ -24,7 +23,7 @@ def last_width(block: nn.Module) -> int:
             if isinstance(module, layers):
                 return module.out_features if isinstance(module, nn.Linear) else module.out_channels
     raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so connect cannot determine the "
-                     "width of its stream for groups or skip: pass width= to register_block")
+                     "width of its stream for skip: pass width= to register_block")
 
 
 class BlockSpec(NamedTuple):
@@ -42,19 +41,16 @@ class BlockSpec(NamedTuple):
         dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if this block or the next one changes the sum in place.
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
-        mask_layout: Layout of attention masks with two axes, see :func:`timm_ortho.masks.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
             block separately.
         width: Number of channels of the stream, or a function of the block. The function returns one number for all
             additions, or one for each.
-        causal: Whether a token must not depend on later tokens, or the name of an attribute with this value. If no
-            module has the attribute, the block counts as causal. None means that one projection per sample is allowed
-            even with a causal mask, for example in a text encoder.
+        causal: Whether a token must not depend on later tokens. One projection per sample is then refused.
+        text: Whether the block is part of a language model. One projection per sample is then refused.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
-            ``BertLayer``. All sites of a layer have the same index, and ``groups="heads"`` searches the whole layer for
-            the number of heads. Blocks inside another block share its index without a depth. A depth is needed if the
-            layer is not a block itself and contains several blocks, or if its attention is outside this block.
+            ``BertLayer``. All sites of a layer have the same index. Blocks inside another block share its index without
+            a depth. A depth is needed if the layer is not a block itself and contains several blocks.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
@@ -69,11 +65,11 @@ class BlockSpec(NamedTuple):
     keep: str = "output"
     method: str = "forward"
     mask: str = "attn_mask"
-    mask_layout: str = "scores"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
     width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = last_width
-    causal: Union[bool, str, None] = False
+    causal: bool = False
+    text: bool = False
     depth: int = 0
     sides_differ: bool = False
 
@@ -89,17 +85,6 @@ class BlockSpec(NamedTuple):
     def widths(self, block: nn.Module) -> Dict[str, int]:
         """Return the number of channels of the stream by kind of site."""
         return self._by_kind(self.width(block) if callable(self.width) else self.width)
-
-    def is_causal(self, around: Iterable[nn.Module]) -> bool:
-        """Return whether a block is causal; ``around`` yields the block, then its parents, innermost first."""
-        if self.causal is None or isinstance(self.causal, bool):
-            return bool(self.causal)
-        for module in around:
-            try:
-                return bool(attrgetter(self.causal)(module))
-            except AttributeError:
-                continue
-        return True  # no module has the attribute, so the block may be part of a decoder
 
     def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
         values = value if isinstance(value, tuple) else (value,) * len(self.kinds)

@@ -19,8 +19,7 @@ def _name(short: str) -> str:
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    # the models pass masks with four axes to their blocks, but masks [B, N] if they use flash attention
-    fields = {"mask": "attention_mask", "mask_layout": "keys", **more}
+    fields = {"mask": _MASK, **more}
     return [BlockSpec(_name(short), *columns, **fields) for short in names.split()]
 
 
@@ -29,6 +28,8 @@ def _attention_width(block: nn.Module) -> int:
     return block.self_attn.o_proj.out_features
 
 
+# masks have four axes, but masks for flash attention are [B, N]
+_MASK = "attention_mask[:, None, None] > 0 if getattr(attention_mask, 'ndim', 0) == 2 else attention_mask"
 _TOKENS, _NCHW = -1, 1  # channel axis of B N C and B H W C, and of B C H W
 _TRANSFORMER = ("attention", "mlp")
 
@@ -37,12 +38,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(
         """vit.ViTLayer deit.DeiTLayer beit.BeitLayer dinov2.Dinov2Layer dinov2_with_registers.Dinov2WithRegistersLayer
         dinov3_vit.DINOv3ViTLayer vit_msn.ViTMSNLayer vit_mae.ViTMAELayer ijepa.IJepaLayer segformer.SegformerLayer
-        blip.BlipEncoderLayer""",
+        blip.BlipEncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer clip.CLIPEncoderLayer
+        metaclip_2.MetaClip2EncoderLayer audio_spectrogram_transformer.ASTLayer""",
         "residual", _TRANSFORMER, _TOKENS),
-    *_blocks("siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer", "residual", _TRANSFORMER, _TOKENS),
-    *_blocks(  # image encoders, and text encoders with a causal mask
-        "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=None),
-    *_blocks("audio_spectrogram_transformer.ASTLayer", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("swin.SwinLayer", ("shortcut", "residual"), _TRANSFORMER, _TOKENS),
     *_blocks("swinv2.Swinv2Layer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
@@ -55,10 +53,10 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("yolos.YolosLayer", "hidden_states", ("attention",), _TOKENS),
     *_blocks("videomae.VideoMAELayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
+    *_blocks("cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput", "input_tensor", ("mlp",), _TOKENS),
     # the stream has the shape [B * pixels of a patch, patches, C]
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
+    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverAttention", "hidden_states", ("attention",), _TOKENS),
     # ------------------------------------------------------------------- transformers on feature maps, B C H W
@@ -83,35 +81,33 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         """llama.LlamaDecoderLayer mistral.MistralDecoderLayer qwen2.Qwen2DecoderLayer qwen3.Qwen3DecoderLayer
         gemma.GemmaDecoderLayer gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer phi3.Phi3DecoderLayer
         olmo.OlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer starcoder2.Starcoder2DecoderLayer
-        smollm3.SmolLM3DecoderLayer granite.GraniteDecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, causal="self_attn.is_causal"),
+        smollm3.SmolLM3DecoderLayer granite.GraniteDecoderLayer opt.OPTDecoderLayer""",
+        "residual", _TRANSFORMER, _TOKENS, text=True),
     *_blocks(  # mixtures of experts
         """mixtral.MixtralDecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
         olmoe.OlmoeDecoderLayer gpt_oss.GptOssDecoderLayer deepseek_v3.DeepseekV3DecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, causal="self_attn.is_causal", width=_attention_width),
-    *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
-    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
+        "residual", _TRANSFORMER, _TOKENS, text=True, width=_attention_width),
+    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, text=True,
              width=lambda block: len(block.ln_1.weight)),
     # config.use_parallel_residual selects one sum of MLP, attention and stream, whose inner addition gets None, or one
     # sum for the attention and one for the MLP
     *_blocks(
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
-        ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
-    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, causal=True),
-    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, causal=True, depth=1),
-    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
-    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS),
-    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS),
-    *_blocks("bert.BertSelfOutput roberta.RobertaSelfOutput xlm_roberta.XLMRobertaSelfOutput", "input_tensor",
-             ("attention",), _TOKENS, causal="is_decoder", depth=2),
-    *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput", "input_tensor", ("mlp",), _TOKENS,
-             causal="is_decoder", depth=1),
-    # BLIP's text encoder and causal text decoder have the same classes
-    *_blocks("blip/blip_text.BlipTextSelfOutput", "input_tensor", ("attention",), _TOKENS, causal=True, depth=2),
-    *_blocks("blip/blip_text.BlipTextOutput", "input_tensor", ("mlp",), _TOKENS, causal=True, depth=1),
-    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, causal="is_decoder", depth=2),
-    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, causal="is_decoder", depth=2),
-    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, causal="is_decoder", depth=2),
+        ("parallel", None, "attention", "mlp"), _TOKENS, text=True, sides_differ=True),
+    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, text=True),
+    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, text=True),
+    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, text=True),
+    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS, text=True),
+    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS, text=True),
+    *_blocks(
+        """bert.BertSelfOutput roberta.RobertaSelfOutput xlm_roberta.XLMRobertaSelfOutput
+        blip/blip_text.BlipTextSelfOutput""",
+        "input_tensor", ("attention",), _TOKENS, text=True, depth=2),
+    *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput blip/blip_text.BlipTextOutput",
+             "input_tensor", ("mlp",), _TOKENS, text=True, depth=1),
+    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, text=True, depth=2),
+    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, text=True, depth=2),
+    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, text=True, depth=2),
 )
 
 NOT_RESIDUAL: Dict[str, str] = {

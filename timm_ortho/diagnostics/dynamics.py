@@ -32,9 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count
 from .._compat import Observer, compiled_model, functorch_is_active, is_compiled_in_place
-from ..connections import Connection, HybridConnection
+from ..connections import Connection, HybridConnection, real_tokens
 from ..functional import decompose
-from ..masks import real_tokens
 from ..model_sites import Site, sites as sites_of
 from ..update.formula import without_padding
 
@@ -75,7 +74,7 @@ def measure(
     x, f, y = (t if t.dtype == torch.float64 else t.float() for t in (x, f, y))
     added = y - x
     try:
-        real = real_tokens(attn_mask, x, connection.mask_layout)
+        real = real_tokens(attn_mask, x)
     except ValueError:  # connections with one projection per token accept masks of all shapes
         if connection.dims is None:
             raise
