@@ -309,8 +309,7 @@ def _add_bench(commands: Any) -> None:
     add("--skips", nargs="+", metavar="NAME",
         help="measure models with linear connections and these skip transforms (orthogonal_tp, ...), instead of models "
              "with orthogonal connections")
-    add("--groups", nargs="+", metavar="N",
-        help="also measure models with N channel groups; N = heads means one group per attention head")
+    add("--groups", nargs="+", type=int, metavar="N", help="also measure models with N channel groups")
     add("--img-size", type=int, metavar="N", help="default: the size of each architecture")
     add("--batch-size", "-b", type=int, metavar="N",
         help="batch size of all models (default: NAME:N of --models, otherwise 128 on a GPU and 8 on a CPU)")

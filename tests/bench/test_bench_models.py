@@ -58,9 +58,9 @@ def test_skips_are_measured_against_the_identity(tmp_path):
 
 
 def test_groups_of_channels_are_measured_beside_one_group():
-    by_name = models._models(tiny_vit("vit_small", groups=[4, "heads"]))
+    by_name = models._models(tiny_vit("vit_small", groups=[2, 4]))
     groups = {name: sites(model)[0].connection.groups for name, model in by_name.items()}
-    assert groups == {"linear": 1, "ortho": 1, "orthog": 1, "ortho_groups_4": 4, "ortho_groups_heads": 2}
+    assert groups == {"linear": 1, "ortho": 1, "orthog": 1, "ortho_groups_2": 2, "ortho_groups_4": 4}
     same_weights(by_name)
 
 

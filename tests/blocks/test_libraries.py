@@ -7,7 +7,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +14,12 @@ import torchvision
 from helpers.branches import branches
 from helpers.library_models import MODELS
 from helpers.small_models import host
-from helpers.text_models import TEXT, error_of_global, made as text_model
+from helpers.text_models import TEXT, made as text_model
 from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
 from timm_ortho.blocks import reached, spec_of, specs
 from timm_ortho.blocks.lookup import SPECS
-from timm_ortho.blocks.transformers import _blocks
 from timm_ortho.models import coverage
 
 QUICK = {f"transformers {name}" for name in ("vit", "dinov2", "swin", "convnext", "resnet_basic", "cvt", "poolformer")}
@@ -30,8 +28,6 @@ QUICK |= {f"torchvision {name}" for name in (
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
             *(f"transformers {name}" for name in ("vit", "convnext"))}
-# Architectures for which groups="heads" is an error, although they have sites other than convolutions.
-WITHOUT_HEADS = {f"transformers {name}" for name in ("focalnet", "levit", "mobilevitv2", "poolformer", "swiftformer")}
 
 
 def made(name):
@@ -50,20 +46,9 @@ def output(result):
     return result if torch.is_tensor(result) else result[0]
 
 
-def scopes(model, inputs):
-    """Return the scopes that a model supports. The scope `global` is an error in a causal decoder.
-
-    In a causal decoder, a change of the last token id changes only the last output.
-    """
-    if "input_ids" not in inspect.signature(model.forward).parameters:
-        return ("feature", "global")
-    *others, ids = inputs
-    changed = ids.clone()
-    changed[:, -1] = (ids[:, -1] + 1) % ids.amax()
-    with torch.no_grad():
-        y, z = (output(model.eval()(*others, each)) for each in (ids, changed))
-    causal = y.shape[1:2] == ids.shape[1:] and torch.equal(y[:, :-1], z[:, :-1]) and not torch.equal(y, z)
-    return ("feature",) if causal else ("feature", "global")
+def scopes(model):
+    """Return the scopes that a model supports. A model that reads text has blocks of a language model."""
+    return ("feature",) if "input_ids" in inspect.signature(model.forward).parameters else ("feature", "global")
 
 
 def step(model, inputs):
@@ -87,10 +72,10 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
     assert torch.equal(linear[2], expected[2])
     for key, gradient in expected[1].items():
         assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
-    supported = scopes(host, inputs)
+    supported = scopes(host)
     if "global" not in supported:
-        for kind in dict.fromkeys(site.kind for site in sites(connect(copy.deepcopy(host), "linear"))):
-            assert "is a causal" in error_of_global(copy.deepcopy(host), kind)
+        with pytest.raises(ValueError, match=r"but \S+ is a language model's \w+: use 'feature'"):
+            connect(host, "global")
     for scope in supported:
         model = connect(copy.deepcopy(host), scope)
         y, gradients, _ = step(model, inputs)
@@ -114,7 +99,7 @@ def test_streams_of_other_libraries_have_the_width_in_the_table(name):
     on the branch output.
     """
     model, inputs = made(name)
-    branches(connect(model, scopes(model, inputs)[-1], skip="orthogonal_tp"))
+    branches(connect(model, scopes(model)[-1], skip="orthogonal_tp"))
     reached = {}
     for site in sites(model):
         def hook(module, inputs, name=site.name):
@@ -135,40 +120,13 @@ def test_compiles_if_the_original_model_does(name):
     except Exception as error:  # noqa: BLE001 the compiler raises exceptions of many types
         pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
     torch._dynamo.reset()
-    model = connect(host, scopes(host, inputs)[-1])
+    model = connect(host, scopes(host)[-1])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     logits = []
     for form in (compiled, model):
         torch.manual_seed(0)  # ViT-MAE drops random patches
         logits.append(output(form(*inputs)))
     torch.testing.assert_close(*logits)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_projection_per_head(name):
-    """Convolutions have no heads, so the connection is limited to all other kinds of sites."""
-    model, inputs = made(name)
-    kinds = {site.kind for site in sites(connect(model, "linear"))} - {"conv"}
-    if name in WITHOUT_HEADS or not kinds:
-        with pytest.raises(ValueError, match="has no heads"):
-            connect(model, "feature", groups="heads")
-        return
-    try:
-        connect(model, "feature", groups="heads", kinds=kinds)
-    except ValueError as error:
-        pytest.fail(f"{error}\nIf the attention is in a module around this block, pass depth in the block's row of "
-                    f"blocks/{name.split()[0]}.py. Otherwise, add {name!r} to WITHOUT_HEADS and to docs/coverage.md.",
-                    pytrace=False)
-    assert output(model.train()(*inputs)).isfinite().all()
-
-
-def test_the_page_names_the_architectures_without_heads():
-    page = Path(__file__).parents[2] / "docs" / "coverage.md"
-    if not page.exists():
-        pytest.skip("requires a checkout of the repository")
-    _, _, rest = page.read_text(encoding="utf-8").partition("* [Groups of channels]")
-    paragraph, _, _ = rest.partition("\n\n")
-    assert [name for name in WITHOUT_HEADS if f"`{name.split()[1]}`" not in paragraph] == []
 
 
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
@@ -187,11 +145,6 @@ def test_each_kind_is_used_once_in_a_row():
     """A second use would overwrite the connection of the first one."""
     kinds = {spec.name: [kind for kind in spec.kinds if kind] for spec in SPECS.values()}
     assert [name for name, of in kinds.items() if len(set(of)) < len(of)] == []
-
-
-def test_a_row_can_override_the_mask():
-    spec, = _blocks("vit.ViTLayer", "residual", ("mlp",), mask="")
-    assert (spec.mask, spec.mask_layout) == ("", "keys")
 
 
 def test_unpickled_in_a_new_process(tmp_path):

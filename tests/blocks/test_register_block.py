@@ -512,14 +512,12 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize(("block", "dim", "width"), [
     (Conv, 1, None), (Gated, -1, 8), (Gated, -1, np.int64(8)), (Gated, -1, lambda block: block.f.out_features)])
-def test_groups_and_skips_use_the_width(block, dim, width):
+def test_skips_use_the_width(block, dim, width):
     for _ in range(2):  # the cell of a notebook may run twice
         timm_ortho.register_block(block, stream="x", kinds=["mlp"], dim=dim, width=width)
-    model = connect(block(), "feature", groups=2, skip="idempotent_mr")
+    model = connect(block(), "feature", skip="idempotent_mr")
     assert model.connection_mlp.skip.width == 8
     model(torch.randn(2, 8, 8))
-    with pytest.raises(ValueError, match=rf"groups=3 does not divide the 8 channels of the model \({block.__name__}\)"):
-        connect(model, "feature", groups=3)
 
 
 def test_an_attribute_of_a_block_is_not_overwritten():
@@ -604,10 +602,10 @@ def test_connections_in_a_blocks_own_code(registered):
 
 def test_connections_in_a_blocks_own_code_keep_the_details_of_their_author():
     block = Written()
-    block.add = create_connection("feature", branch_first=True, mask_layout="keys", site=SiteSpec(tokens_apart=True))
+    block.add = create_connection("feature", branch_first=True, site=SiteSpec(tokens_apart=True))
     for arguments in (dict(keep="branch"), dict(keep="output"), dict(connection="linear"), dict(connection="global")):
         add = connect(block, **arguments).add
-        assert (add.dims, add.branch_first, add.mask_layout) == ([-1], True, "keys")
+        assert (add.dims, add.branch_first) == ([-1], True)
         assert add.keep == arguments.get("keep", "output")
     for author in (create_connection("feature", site=SiteSpec(in_place=True)), FeatureConnection(keep="branch")):
         block.add = author

@@ -2,6 +2,7 @@
 import copy
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,17 @@ def test_streams_of_earlier_additions(page):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     again = copy.deepcopy(model)  # after training: ModelEma copies a model
     assert [site.connection for site in sites(again)][1].earlier[0] is sites(again)[0].connection
+
+
+@pytest.mark.parametrize("page", ["Groups of channels"], indirect=True)
+def test_a_projection_for_each_head(page):
+    model, images = timm.create_model("vit_test_linear"), torch.randn(2, 3, 8, 8)  # two heads of 16 channels
+    y = timm_ortho.connect(model, partial(page["PerHead"], head_dim=16))(images)
+    assert torch.equal(y, timm_ortho.connect(model, "feature", groups=2)(images))
+    swin = page["swin"]
+    swin(torch.randn(1, 3, 64, 64))
+    heads = [block.attn.num_heads for stage in swin.layers for block in stage.blocks]
+    assert [site.connection.groups for site in sites(swin)] == [count for count in heads for _ in range(2)]
 
 
 @pytest.mark.parametrize("page", ["A DiT block"], indirect=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.branches import branches
 from helpers.library_models import VIT
-from helpers.text_models import HEADS, TEXT, cached_logits, config_of, error_of_global, logits, made, measured, tokens
+from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, made, tokens
 from torch import nn
 
 import timm_ortho
@@ -20,7 +20,7 @@ from timm_ortho import (
     register_block,
     sites,
 )
-from timm_ortho.blocks import lookup, specs
+from timm_ortho.blocks import spec_of, specs
 
 PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "text_models.md"
 QUICK = ("GPT-2", "GPT-NeoX", "Llama", "Mixtral", "BERT", "T5")
@@ -33,51 +33,42 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers
 # ---------------------------------------------------------------------------------------------- every model
 @pytest.mark.parametrize("name", ALL)
 def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
-    result = measured(name)
-    text = TEXT[name]
-    assert result.linear
-    assert result.linear_cached is result.cache is (None if text.task == "encoder" else True)
-    assert result.kinds == ", ".join(text.kinds)
-    if PAGE.exists() and result.row() not in PAGE.read_text(encoding="utf-8"):
-        pytest.fail(f"add to docs/text_models.md:\n{result.row()}", pytrace=False)
+    host, model, ids = made(name), connect(made(name), "linear"), tokens()
+    kinds = dict.fromkeys(site.kind for site in sites(model))
+    assert tuple(kinds) == TEXT[name].kinds
+    with torch.no_grad():
+        assert torch.equal(logits(model, ids), logits(host, ids))
+        if TEXT[name].task != "encoder":
+            assert torch.equal(cached_logits(model, ids), cached_logits(host, ids))
+            expected = logits(connect(model, "feature"), ids)
+            atol = 2e-6 * expected.abs().max().item()
+            torch.testing.assert_close(cached_logits(model, ids), expected, rtol=0, atol=atol)
+    classes = dict.fromkeys(f"`{type(module).__name__}`" for module in model.modules() if spec_of(module))
+    row = f"| {name} | {', '.join(classes)} | {', '.join(kinds)} |"
+    if PAGE.exists() and row not in PAGE.read_text(encoding="utf-8"):
+        pytest.fail(f"add to docs/text_models.md:\n{row}", pytrace=False)
 
 
 def test_the_page_lists_every_model():
     if not PAGE.exists():
         pytest.skip("requires a checkout of the repository")
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines()
-            if " | yes | " in line]
+    rows = re.findall(r"^\| (.+?) \| `", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == list(TEXT), "docs/text_models.md and TEXT differ in their models or in the order"
-
-
-def snippets():
-    pytest.importorskip("transformers", minversion="5")
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_snippets_of_the_page(monkeypatch, tmp_path):
     """Replace the download by a tiny model, and `feature` by `hybrid`, which has parameters for snippet 3 to load."""
+    pytest.importorskip("transformers", minversion="5")
+    if not PAGE.exists():
+        pytest.skip("requires a checkout of the repository")
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(snippets()[:3])
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
     download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
     assert code.count(download) == 1
     names = {"tiny": made("GPT-2")}
     exec(compile(code.replace(download, 'tiny, "hybrid"'), str(PAGE), "exec"), names)
     with torch.no_grad():
         assert torch.equal(logits(names["loaded"], tokens()), logits(names["model"], tokens()))
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page(monkeypatch):
-    example = snippets()[-1]
-    monkeypatch.chdir(PAGE.parents[1])
-    names = {}
-    exec(compile(example, str(PAGE), "exec"), names)
-    assert set(names["losses"]) == {"linear", "feature"}
-    assert all(loss < 3.5 for loss in names["losses"].values())  # log(256) = 5.5 for equal probabilities of 256 bytes
-    assert {site.connection.name for site in sites(names["model"])} == {"feature"}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -99,62 +90,24 @@ def test_feature_reaches_every_site_and_trains(name):
     assert not sites(model)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_projection_per_head_of_a_text_model(name):
-    model, ids = made(name), tokens()
-    if not any("head" in key for key in TEXT[name].config):
-        with pytest.raises(ValueError, match="has no heads"):
-            connect(model, "feature", groups="heads")
-        return
-    try:
-        connect(model, "feature", groups="heads")
-    except ValueError as error:
-        pytest.fail(f"{error}\nIf the attention is in a module around this block, pass depth in the block's row of "
-                    "blocks/transformers.py.", pytrace=False)
-    assert {site.connection.groups for site in sites(model)} == {4}
-    with torch.no_grad():
-        assert not torch.allclose(logits(model, ids), logits(connect(model, "feature"), ids))
+# --------------------------------------------------------------------------------------------- global scope
+class Own(GlobalConnection):
+    """A user's connection with one projection per sample."""
 
 
+@pytest.mark.parametrize("connection", ["global", Own])
 @pytest.mark.parametrize("name", ALL)
-def test_the_table_marks_the_causal_models(name):
-    model, ids = made(name), tokens()
-    if TEXT[name].task == "encoder":
-        assert {site.connection.dims is None for site in sites(connect(model, "global"))} == {True}
-        return
+def test_global_is_refused(name, connection):
+    model = made(name)
     classes = [type(module) for module in model.modules()]
     for kind in TEXT[name].kinds:
-        assert re.fullmatch("connection 'global' has one projection .* each token would depend on later .*",
-                            error_of_global(model, kind))
+        with pytest.raises(ValueError, match=REFUSED):
+            connect(model, connection, kinds=kind)
     assert [type(module) for module in model.modules()] == classes
-    changed = ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % 48
-    connect(model, "feature")
-    with torch.no_grad():  # the last token does not change the logits of earlier tokens
-        before, after = logits(model, ids), logits(model, changed)
-    torch.testing.assert_close(before[:, :-1], after[:, :-1])
-    assert not torch.allclose(before[:, -1], after[:, -1])
 
 
-# --------------------------------------------------------------------------------------------- global scope
-def test_global_in_a_decoder_lets_tokens_see_later_ones(monkeypatch):
-    """If `connect` did not refuse `global`, the last token would change the logits of the first token."""
-    name = next(name for name in lookup.SPECS if name.endswith("LlamaDecoderLayer"))
-    monkeypatch.setattr(lookup, "SPECS", {**lookup.SPECS, name: lookup.SPECS[name]._replace(causal=False)})
-    model, ids = connect(made("Llama"), "global"), tokens()
-    with torch.no_grad():
-        full = logits(model, ids)
-        assert not torch.allclose(logits(model, ids[:, :-1])[:, 0], full[:, 0], atol=1e-4)
-        assert not torch.allclose(cached_logits(model, ids), full, atol=1e-4)
-
-
-def test_the_encoder_of_an_encoder_decoder_may_have_global():
-    model = connect(made("T5"), "global", layers=[0, 1])
-    assert [(site.layer, site.kind) for site in sites(model) if site.connection.name == "global"] == [
-        (layer, kind) for layer in (0, 1) for kind in ("attention", "mlp")]
-    with pytest.raises(ValueError, match=r"decoder\.block\.0\.layer\.2 is a causal T5LayerFF"):
-        connect(model, "global", kinds="mlp")
-    assert len([site for site in sites(model) if site.connection.name == "global"]) == 4
+REFUSED = (r"^connection '(global|Own)' has one projection for all tokens of a sample, but \S+ is a language model's "
+           r"\w+: use 'feature' or 'hybrid', or restrict layers to other blocks\. The model is unchanged\.$")
 
 
 def test_the_image_encoder_of_a_vision_language_model_may_have_global():
@@ -162,91 +115,34 @@ def test_the_image_encoder_of_a_vision_language_model_may_have_global():
     vision = transformers.CLIPVisionConfig(**VIT)
     model = transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=config_of("Llama"), image_token_index=5))
-    with pytest.raises(ValueError, match=r"language_model\.layers\.0 is a causal LlamaDecoderLayer"):
+    with pytest.raises(ValueError, match=REFUSED):
         connect(model, "global")
     connect(model, "global", layers=[0, 1])
     assert {site.connection.name: "vision" in site.name for site in sites(model)} == {"global": True, "linear": False}
 
 
-@pytest.mark.parametrize(("name", "changes", "causal"), [
-    ("BERT", dict(is_decoder=True), True), ("Gemma 3", dict(use_bidirectional_attention=True), False),
-])
-def test_a_config_decides_whether_a_model_is_causal(name, changes, causal):
-    transformers = pytest.importorskip("transformers", minversion="5")
-    model = transformers.AutoModel.from_config(config_of(name, **changes))
-    if causal:
-        with pytest.raises(ValueError, match="is a causal BertSelfOutput"):
-            connect(model, "global")
-    else:
-        assert len(sites(connect(model, "global"))) == 4
-
-
 class Decoder(nn.Module):
-    """A user's block with an attribute that can set whether the block is causal."""
+    """A user's causal block."""
 
-    def __init__(self, causal):
+    def __init__(self):
         super().__init__()
-        self.f, self.causal = nn.Linear(8, 8), causal
+        self.f = nn.Linear(8, 8)
 
     def forward(self, x):
         return x + self.f(x)
 
 
-@pytest.mark.parametrize(("causal", "refused"), [
-    (True, [True, False]), (False, []), ("causal", [True]), ("f.missing", [True, False])])
-def test_a_block_that_is_registered_as_causal(restored, causal, refused):
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_that_is_registered_as_causal(restored, causal):
     register_block(Decoder, stream="x", kinds=["mlp"], causal=causal)
-    for attribute in (True, False):
-        model = nn.Sequential(Decoder(attribute))
-        if attribute in refused:
-            with pytest.raises(ValueError, match="0 is a causal Decoder"):
-                connect(model, "global")
-            assert type(model[0]) is Decoder
-        else:
+    model = nn.Sequential(Decoder())
+    if causal:
+        with pytest.raises(ValueError, match="0 is a causal Decoder: use 'feature' or 'hybrid', or restrict layers"):
             connect(model, "global")
-        assert len(sites(connect(model, "feature"))) == 1
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_the_attribute_that_makes_a_block_causal_may_be_of_the_whole_model(restored, depth):
-    register_block(Decoder, stream="x", kinds=["mlp"], causal="is_decoder")
-    for is_decoder in (True, False):
-        model = nn.Sequential(nn.Sequential(Decoder(True)) if depth else Decoder(True))
-        model.is_decoder = is_decoder
-        if is_decoder:
-            with pytest.raises(ValueError, match="is a causal Decoder"):
-                connect(model, "global")
-        else:
-            assert len(sites(connect(model, "global"))) == 1
-
-
-def test_a_custom_connection_with_the_global_scope_is_refused_too():
-    class Own(GlobalConnection):
-        pass
-
-    model = made("Llama")
-    with pytest.raises(ValueError, match=r"'Own' has one projection .* model\.layers\.0 is a causal LlamaDecoderLayer"):
-        connect(model, Own)
-    assert sites(model) == []
-
-
-def test_causal_is_a_bool_or_a_name(restored):
-    with pytest.raises(TypeError, match="causal must be True, False or the name of an attribute, got 1"):
-        register_block(Decoder, stream="x", kinds=["mlp"], causal=1)
-
-
-@pytest.mark.parametrize(("name", "excluded"), [("DistilBERT", True), ("ModernBERT", True), ("BERT", False)])
-def test_padding_in_the_global_scope(name, excluded):
-    """In BERT, the module that adds the branch output gets no mask, so its projection includes padding."""
-    model, ids = connect(made(name), "global"), tokens(6)
-    padded, mask = torch.cat([ids, torch.zeros_like(ids[:, :3])], 1), torch.ones(2, 9, dtype=torch.long)
-    mask[:, 6:] = 0
-    with torch.no_grad():
-        alone, beside = logits(model, ids), logits(model, padded, attention_mask=mask)[:, :6]
-    assert torch.allclose(alone, beside, atol=1e-4) is excluded
-    connect(model, "feature")
-    with torch.no_grad():
-        torch.testing.assert_close(logits(model, ids), logits(model, padded, attention_mask=mask)[:, :6])
+        assert type(model[0]) is Decoder
+    else:
+        connect(model, "global")
+    assert len(sites(connect(model, "feature"))) == 1
 
 
 # --------------------------------------------------------------------------------- what users do with a model

@@ -36,7 +36,7 @@ ARGUMENTS = {
 }
 # Arguments of connections, each with a value other than the default.
 OF_CONNECTIONS = dict(eps=1e-3, prob=0.5, start="linear", keep="branch", groups=2)
-OF_BLOCKS = {"dim", "branch_first", "mask_layout", "skip", "site", "device", "dtype"}
+OF_BLOCKS = {"dim", "branch_first", "skip", "site", "device", "dtype"}
 OF_MODELS = {"model", "layers", "kinds", "skip", "skip_branches", "skip_rank", "skip_seed"}
 
 

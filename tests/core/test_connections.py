@@ -19,10 +19,10 @@ STATES = {"hybrid": ["rho", "theta"]}
 
 @pytest.mark.parametrize("connection", [*CONNECTIONS, HalfConnection])
 def test_the_sum_and_its_norm(connection):
-    made, norm = create_connection(connection, mask_layout="keys").double(), torch.nn.LayerNorm(4).double()
+    made, norm = create_connection(connection).double(), torch.nn.LayerNorm(4).double()
     x, f = X.flatten(1, 2), F.flatten(1, 2)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[1, 9:] = False
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    mask[1, ..., 9:] = False
     expected = made(x, f, attn_mask=mask)
     calls = []
     for module in (made, norm):

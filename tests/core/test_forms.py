@@ -82,7 +82,7 @@ TABLE = [
     *(row(model, name, inputs=0, forms="TorchScript FX export compile", slow="inductor") for name in MODELS),
     *(row(model, name, **arguments, inputs=0, slow="compile")
       for name in MODELS for arguments in (dict(connection="hybrid"), dict(connection_prob=0.5))),
-    row(model, MODELS[0], connection_groups="heads", inputs=0, slow="compile"),
+    row(model, MODELS[0], connection_groups=2, inputs=0, slow="compile"),
     row(model, MODELS[1], connection="feature", connection_groups=4, inputs=0, slow="compile inductor"),
     row(model, MODELS[1], skip="orthogonal_tp", inputs=0, forms="compile"),
     row(model, MODELS[1], skip="idempotent_cmr", inputs=0, forms="", slow="compile"),

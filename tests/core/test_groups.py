@@ -10,7 +10,7 @@ from helpers.oracle import truth
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, connect, connection_arguments, create_connection, sites
+from timm_ortho import Connection, connect, create_connection, sites
 from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
 from timm_ortho.functional import use_backend
@@ -146,41 +146,25 @@ def test_a_model_equals_a_model_that_loops_over_groups(name):
     torch.testing.assert_close(*gradients)
 
 
-def test_heads_are_those_of_each_block():
-    model = connect(MODELS["Swin"](), "feature", groups="heads")
-    assert [site.connection.groups for site in sites(model)] == [3, 3, 6, 6, 6, 6, 12, 12, 24, 24]
-    assert connection_arguments(model)["groups"] == "heads"
-    connect(model, "feature", groups="heads", kinds="mlp", layers=[0, 1])
-    assert [site.connection.groups for site in sites(model)] == [1, 3, 1, 6] + [1] * 6
-    assert connection_arguments(model)["groups"] == "heads"
-
-
 # ------------------------------------------------------------------------------------------------- bad input
-@pytest.mark.parametrize(("name", "connection", "arguments", "message"), [
-    ("ViT", "feature", dict(groups=5), "groups=5 does not divide the 48 channels of blocks.0 (Block); divisors are "
-                                       "1, 2, 3, 4, 6, 8, 12, 16, 24, 48. The model is unchanged."),
-    ("ConvNeXt", "feature", dict(groups="heads"),
-     "groups='heads' requires one number of heads per block, but stages.0.blocks.0 (ConvNeXtBlock) has no heads: pass "
-     "a number, or restrict layers or kinds. The model is unchanged."),
-    ("ViT", "feature", dict(groups="head"), "groups must be a whole number of at least 1 or 'heads', got 'head'"),
-    ("ViT", "feature", dict(groups=0), "groups must be a whole number of at least 1, got 0"),
-    ("ViT", "feature", dict(groups=2.0), "groups must be a whole number of at least 1, got 2.0"),
-    ("ViT", "feature", dict(groups=True), "groups must be a whole number of at least 1, got True"),
-    *(("ViT", "global", dict(groups=groups), not_taken("global", "groups")) for groups in (6, "heads")),
+@pytest.mark.parametrize(("connection", "groups", "message"), [
+    *(("feature", groups, f"groups must be a whole number of at least 1, got {groups!r}")
+      for groups in ("heads", 0, 2.0, True)),
+    ("global", 6, not_taken("global", "groups")),
 ])
-def test_bad_groups_leave_the_model_unchanged(name, connection, arguments, message):
-    model = connect(MODELS[name](), "linear")
+def test_bad_groups_leave_the_model_unchanged(connection, groups, message):
+    model = connect(MODELS["ViT"](), "linear")
     before = [(module, type(module)) for module in model.modules()]
     with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
-        connect(model, connection, **arguments)
+        connect(model, connection, groups=groups)
     assert str(error.value) == message
     assert [(module, type(module)) for module in model.modules()] == before
 
 
-def test_a_width_that_is_known_only_in_the_forward_pass():
-    x, f, _ = drawn((2, 5, 12))
-    with pytest.raises(ValueError, match="groups=5 does not divide the 12 channels of the stream"):
-        create_connection("feature", groups=5)(x, f)
+def test_groups_that_do_not_divide_the_channels():
+    model = connect(MODELS["ViT"](), "feature", groups=5)
+    with pytest.raises(ValueError, match="groups=5 does not divide the 48 channels of the stream"):
+        model(torch.randn(1, 3, 32, 32))
 
 
 # ------------------------------------------------------------------------------------------------- diagnostics

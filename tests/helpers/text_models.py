@@ -1,12 +1,9 @@
-"""Tiny text models of transformers with random weights. :func:`measured` compares connected with original models."""
+"""Tiny text models of transformers with random weights."""
 import inspect
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple
 
 import pytest
 import torch
-
-from timm_ortho import connect, sites
-from timm_ortho.blocks import spec_of
 
 VOCABULARY = 48
 COMMON = dict(
@@ -96,17 +93,6 @@ def made(name: str, **changes: Any) -> torch.nn.Module:
     return model.eval()
 
 
-def error_of_global(model: torch.nn.Module, kind: str) -> str:
-    """Return the error of global connections at the branches of one kind in a causal decoder."""
-    try:
-        connect(model, "global", kinds=kind)
-    except ValueError as error:
-        return str(error)
-    specs = dict.fromkeys(spec for module in model.modules() if (spec := spec_of(module)) and kind in spec.kinds)
-    return pytest.fail(f"connect accepts 'global' at the {kind} of a causal decoder: pass causal in a row of "
-                       f"blocks/transformers.py ({', '.join(spec.name for spec in specs)})", pytrace=False)
-
-
 def tokens(length: int = 9, count: int = 2) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
 
@@ -135,38 +121,3 @@ def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) ->
         cache = output.past_key_values
         parts.append(output.logits)
     return torch.cat(parts, 1)
-
-
-class Measured(NamedTuple):
-    """The results of one model, a row of the table in docs/text_models.md."""
-
-    name: str
-    classes: str  # block classes
-    sites: int
-    kinds: str
-    linear: bool  # whether the model with linear connections has the original logits, bit for bit
-    linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
-    cache: Optional[bool]  # whether `feature` has the same logits, within rounding, with and without the cache
-
-    def row(self) -> str:
-        words = {True: "yes", False: "no", None: "no cache"}
-        cells = [self.name, self.classes, str(self.sites), self.kinds, words[self.linear], words[self.linear_cached],
-                 words[self.cache]]
-        return f"| {' | '.join(cells)} |"
-
-
-def measured(name: str) -> Measured:
-    """Compare linear connections with the original text model. Compare `feature` with and without the cache."""
-    host, model, ids = made(name), connect(made(name), "linear"), tokens()
-    cached, same = None, None
-    with torch.no_grad():
-        linear = torch.equal(logits(model, ids), logits(host, ids))
-        if TEXT[name].task != "encoder":
-            cached = torch.equal(cached_logits(model, ids), cached_logits(host, ids))
-            connect(model, "feature")
-            one_pass = logits(model, ids)
-            same = torch.allclose(cached_logits(model, ids), one_pass, rtol=0, atol=2e-6 * one_pass.abs().max().item())
-    blocks = [module for module in model.modules() if spec_of(module)]
-    classes, kinds = [type(block).__name__ for block in blocks], [site.kind for site in sites(model)]
-    return Measured(name, ", ".join(f"`{cls}`" for cls in dict.fromkeys(classes)), len(kinds),
-                    ", ".join(dict.fromkeys(kinds)), linear, cached, same)

@@ -322,7 +322,7 @@ ORTHOGONAL = (f"{ADDS}. An orthogonal connection adds only the part of f that is
     ({"connection": "feature"}, ORTHOGONAL),
     ({"connection": "global", "connection_layers": [0]},
      f"{ORTHOGONAL} Blocks outside `connection_layers` are linear: y = x + f."),
-    ({"connection": "feature", "connection_prob": 0.5, "connection_groups": "heads", "connection_kinds": ["attention"]},
+    ({"connection": "feature", "connection_prob": 0.5, "connection_groups": 6, "connection_kinds": ["attention"]},
      f"{ORTHOGONAL} In training, this form has the probability pi = `connection_prob`. In evaluation, y = x + f - pi s "
      "x. The channels are divided into equal groups, each with its own s. Branches outside `connection_kinds` are "
      "linear: y = x + f."),

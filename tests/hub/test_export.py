@@ -70,7 +70,6 @@ HYBRID, LINEAR = dict(connection="hybrid", connection_eps=1e-6), dict(connection
     ("vit_small_ortho", partial(tiny, connection_keep="branch"), dict(FEATURE, connection_keep="branch")),
     ("vit_small_ortho", partial(tiny, connection_keep="output"), FEATURE),
     ("vit_small_ortho", partial(tiny, connection_groups=4), dict(FEATURE, connection_groups=4)),
-    ("vit_small_ortho", partial(tiny, connection_groups="heads"), dict(FEATURE, connection_groups="heads")),
     ("vit_small_linear", partial(tiny, "vit_small_linear"), LINEAR),
     ("vit_small_ortho", partial(tiny, connection="linear"), LINEAR),
     ("vit_small_ortho", partial(tiny, connection="hybrid", connection_start="linear"),

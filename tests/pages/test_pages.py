@@ -67,7 +67,7 @@ def test_model_kwargs_of_train_py():
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
     options_used = parser.parse_args([
         "--model-kwargs", "connection=hybrid", "connection_start=linear", "connection_layers=[0,2]",
-        "connection_kinds=mlp", "connection_eps=1e-3", "connection_groups=heads", "skip=scaled"]).model_kwargs
+        "connection_kinds=mlp", "connection_eps=1e-3", "connection_groups=2", "skip=scaled"]).model_kwargs
     model = timm.create_model("vit_test_ortho", **options_used)
     learned = [site for site in timm_ortho.sites(model) if site.connection.name == "hybrid"]
     assert [(site.layer, site.kind) for site in learned] == [(0, "mlp"), (2, "mlp")]

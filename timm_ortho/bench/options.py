@@ -1,6 +1,6 @@
 """Defaults of `timm-ortho bench`, and the checks of its options."""
 from argparse import Namespace
-from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
@@ -92,7 +92,6 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
     skips = requested.get("skips", ())
-    groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
     _check_known("scope", options.scopes, SCOPES)
     _check_known("dtype", options.dtypes, DTYPES if "models" in options.what else PAIRS)
@@ -110,7 +109,7 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     options.models = [
         architecture(
             name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})},
-            skips, groups)
+            skips, requested.get("groups", ()))
         for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
                                     overrides="batch_size" in requested)]
     return options
@@ -161,7 +160,7 @@ def shape_label(shape: tuple[int, ...]) -> str:
 
 def architecture(
         name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any],
-        skips: Sequence[str] = (), groups: Sequence[Union[int, str]] = (),
+        skips: Sequence[str] = (), groups: Sequence[int] = (),
 ) -> Architecture:
     """Check a model's name and arguments, and return its description.
 
@@ -192,13 +191,15 @@ def architecture(
     else:
         variants = {each[1:]: (base + each, {}) for each in ([suffix] if suffix else ["_ortho", "_orthog"])}
     variants |= {f"ortho_groups_{each}": (f"{base}_ortho", dict(connection_groups=each)) for each in groups}
-    try:
-        with on_meta():
-            models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
+    try:
+        with on_meta():
+            models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
+            for model in models if groups else ():  # the forward pass checks the number of groups
+                model(torch.empty(batch))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     layouts = ("nchw", "channels_last") if sites(models[0])[0].connection.dim == 1 else ("tokens",)
     return Architecture(base, variants, arguments, batch, layouts)

@@ -146,8 +146,8 @@ def _mask(block: type, method: str, mask: Optional[str]) -> str:
     if mask and not variables_of(mask) & arguments.keys():
         raise ValueError(f"{block.__name__}.{method} has no argument {mask!r}: correct mask, or pass mask=''")
     if mask.endswith("key_padding_mask"):
-        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='' or "
-                         "an expression of the inverted mask")
+        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
+                         "or an expression of the inverted mask")
     return mask
 
 
