@@ -239,8 +239,10 @@ class Router(ast.NodeTransformer):
         self.sums = sums
         self.sides_differ, self.keeps_order = sides_differ, keeps_order
         self.streams = {stream for expected in sums for stream in expected.normalized}
-        has_mask = variables_of(mask) & inspect.signature(function).parameters.keys()
-        self.keywords = [ast.keyword("attn_mask", ast.parse(mask, mode="eval").body)] if has_mask else []
+        self.keywords: List[ast.keyword] = []  # the mask
+        for name in variables_of(mask) & inspect.signature(function).parameters.keys():
+            mask = mask if mask == name else f"None if {name} is None else {mask}"
+            self.keywords = [ast.keyword("attn_mask", ast.parse(mask, mode="eval").body)]
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
         self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
         self.local = locals_of(function.__code__) - {self.instance}

@@ -167,5 +167,5 @@ def test_a_dit_block(page):
     torch.testing.assert_close(block(x, c), y)
     plain = timm_ortho.disconnect(copy.deepcopy(block))
     assert torch.equal(timm_ortho.connect(block, "linear")(x, c), plain(x, c))
-    with pytest.raises(ValueError, match="64"):  # the default width is that of the modulation, 384
-        timm_ortho.connect(block, "feature", groups=6)
+    skips = [site.connection.skip for site in sites(timm_ortho.connect(block, "feature", skip="orthogonal_tp"))]
+    assert [skip.width for skip in skips] == [64, 64]  # the default width is that of the modulation, 384

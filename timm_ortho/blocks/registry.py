@@ -51,9 +51,10 @@ def register_block(
         keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
             output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
-        mask: Name of the method's argument with the attention mask, or an expression of it, such as
-            ``"mask[:, None, None]"`` for masks ``[B, N]``. Connections with one projection per sample use the mask to
-            exclude padding, see :func:`timm_ortho.connections.real_tokens`. True must allow attention, as in
+        mask: Name of the method's argument with the attention mask, or an expression with this argument, such as
+            ``"mask[:, None, None]"`` for masks ``[B, N]``. The expression is not evaluated if the argument is None.
+            Connections with one projection per sample use the mask to exclude padding, see
+            :func:`timm_ortho.connections.real_tokens`. True must allow attention, as in
             ``scaled_dot_product_attention``. Pass ``""`` for a mask with the opposite meaning, as in
             ``nn.MultiheadAttention``, or without padding. None for the mask of a registered base class. Other classes
             need a value if the name of an argument contains ``mask``.

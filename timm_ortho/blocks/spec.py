@@ -29,8 +29,8 @@ def last_width(block: nn.Module) -> int:
 class BlockSpec(NamedTuple):
     """Description of one class of residual blocks.
 
-    :func:`timm_ortho.register_block` describes ``stream``, ``mask`` and ``sides_differ``, and most of the remaining
-    fields.
+    :func:`timm_ortho.register_block` describes ``stream``, ``mask``, ``causal`` and ``sides_differ``, and most of the
+    remaining fields.
 
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
@@ -46,8 +46,7 @@ class BlockSpec(NamedTuple):
             block separately.
         width: Number of channels of the stream, or a function of the block. The function returns one number for all
             additions, or one for each.
-        causal: Whether a token must not depend on later tokens. One projection per sample is then refused.
-        text: Whether the block is part of a language model. One projection per sample is then refused.
+        text: Whether the block is part of a language model. ``connect`` then refuses one projection per sample.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index. Blocks inside another block share its index without
             a depth. A depth is needed if the layer is not a block itself and contains several blocks.
