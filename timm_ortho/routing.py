@@ -71,6 +71,7 @@ _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call re
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that may change between calls
+_ADDING = {"add", "addcmul", "iadd", "sub", "subtract"}  # functions and methods, without underscores
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONDITIONAL = (  # expressions that may evaluate their parts never, or several times
     ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -164,11 +165,10 @@ class Route:
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
             count = len(router.matched)
-            hint = "; only + and += are replaced: write torch.add(x, f) as x + f" if count < len(sums) else ""
             reached = f", at most {router.length} of them in one call" if router.length != count else ""
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
-                f"{count} ({matched}){reached}{router.problem}{hint}")
+                f"{count} ({matched}){reached}{router.problem}")
         if router.calls and "is_causal" in inspect.signature(self.method).parameters:
             connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
@@ -246,6 +246,7 @@ class Router(ast.NodeTransformer):
         self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
+        self.depth = 0  # number of additions whose branch contains the present node
         self.conditions: List[ast.expr] = []  # conditions of the present path
         self.paths: List[List[_Path]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
@@ -269,13 +270,28 @@ class Router(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
+        if isinstance(node.op, ast.Sub):
+            self._refuse(node, node.left)
         return self.generic_visit(node) if call is None else call
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        inputs = [owner, *node.args, *(keyword.value for keyword in node.keywords)]
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")).strip("_")
+        if name in _ADDING and ast.unparse(owner) != self.instance:  # self.add may be a connection of the block
+            self._refuse(node, *inputs)
+        elif name == "sum":  # x.sum(-1) is no addition to x, but torch.stack([x, f]).sum(0) is
+            lists = [inner for each in inputs for inner in ast.walk(each) if isinstance(inner, (ast.List, ast.Tuple))]
+            self._refuse(node, *(summand for each in lists for summand in each.elts))
+        return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         call = None
         if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
             call = self._call(node, ast.Name(node.target.id, ast.Load()), node.value)
             self.copies.pop(node.target.id, None)
+        elif isinstance(node.op, (ast.Add, ast.Sub)):
+            self._refuse(node, getattr(node.target, "value", node.target))  # x of x[:, 1:] += f
         return self.generic_visit(node) if call is None else ast.copy_location(ast.Assign([node.target], call), node)
 
     def _call(self, node: ast.AST, left: ast.expr, right: ast.expr) -> Optional[ast.Call]:
@@ -283,10 +299,7 @@ class Router(ast.NodeTransformer):
         sources = [ast.unparse(left), ast.unparse(right)]
         if self.streams.isdisjoint(sources):
             self.others.append(ast.unparse(node))
-            if isinstance(node, ast.BinOp) and any(map(self._is_sum, (left, right))):
-                self.problem += (
-                    f"; the last summand of {self.others[-1]!r} would stay linear: write x + (f + g), and "
-                    "if the class is from a library, override the method in a subclass")
+            self._refuse(node, left, right)
             return None
         self.matched.append(ast.unparse(node))
         number = self.position
@@ -307,7 +320,9 @@ class Router(ast.NodeTransformer):
             return None
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=expected.connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
+        self.depth += 1
         stream, branch = (right, self.visit(left)) if branch_first else (left, self.visit(right))
+        self.depth -= 1
         arguments = [stream, branch]
         if self.keeps_order and branch_first and all(map(_has_call, arguments)):
             keywords = [ast.keyword("f", branch), ast.keyword("x", stream), *keywords]
@@ -316,9 +331,19 @@ class Router(ast.NodeTransformer):
         self.calls.append(call)
         return call
 
-    def _is_sum(self, node: ast.expr) -> bool:
-        return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-                and any(ast.unparse(summand) in self.streams for summand in (node.left, node.right)))
+    def _refuse(self, node: ast.AST, *summands: ast.expr) -> None:
+        """Report a sum that stays linear, if a summand is the stream. Sums inside a branch are its input."""
+        if self.depth == 0 and any(map(self._is_stream, summands)):
+            self.problem += (
+                f"; {ast.unparse(node)!r} is not replaced: write it as x + f or x + (f + g), and name it in kinds "
+                "(None leaves it unchanged); if the class is from a library, override the method in a subclass")
+
+    def _is_stream(self, node: ast.expr) -> bool:
+        """Return whether an expression is the stream, a copy of the stream, or its sum with another tensor."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._is_stream(node.left) or self._is_stream(node.right)
+        source = ast.unparse(node)
+        return not self.streams.isdisjoint((source, self.copies.get(source, "")))
 
     # ----------------------------------------------------------------------------------------- paths
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -327,6 +352,7 @@ class Router(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
+        node.test = self.visit(node.test)
         node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
         if leaves(node.body):  # the following statements run only if the test is false
             self.conditions.append(negated(node.test))
@@ -344,6 +370,7 @@ class Router(ast.NodeTransformer):
     visit_For = visit_While = visit_Try = _visit_repeated
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        node.test = self.visit(node.test)
         (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
         return node
 

@@ -395,11 +395,11 @@ def enclosed():
     (timm.models.xcit.ClassAttentionBlock, dict(stream=("x", "x_res"), kinds=("attention", "mlp")), ValueError,
      "ClassAttentionBlock is already registered with another description: connect without"),
     (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
-     r"found 0 \(none\); only \+ and \+= are replaced: write torch.add\(x, f\) as x \+ f$"),
+     r"found 0 \(none\); 'torch.add\(x, self.f\(x\)\)' is not replaced: write it as x \+ f or"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
     (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp"), mask=""), RoutingError,
      "a fused operation"),
-    (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"last summand of .*self.g\(x\)' would stay linear"),
+    (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"'x \+ .*self.g\(x\)' is not replaced: write"),
     (Swapped, dict(stream="x", kinds=("mlp",)), RoutingError,
      r"found 1 \(shortcut \+ x\); in 'shortcut \+ x', 'shortcut' is a copy of 'x': pass stream='shortcut'$"),
     (SwappedInPlace, dict(stream="out", kinds=("mlp",)), RoutingError,
@@ -463,8 +463,8 @@ def test_a_block_whose_sides_differ_needs_the_argument():
         timm_ortho.register_block(Summed, stream="x", kinds=("attention", "mlp"))
     assert str(error.value).partition("expected ")[2] == (
         "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 of them in "
-        "one call; the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), and if the "
-        "class is from a library, override the method in a subclass; the sides of 'if self.parallel' have 1 and 2 "
+        "one call; 'x + self.f(x) + self.g(x)' is not replaced: write it as x + f or x + (f + g), and name it in kinds "
+        "(None leaves it unchanged); if the class is from a library, override the method in a subclass; the sides of 'if self.parallel' have 1 and 2 "
         "additions: pass sides_differ=True, and name each addition of both sides in kinds")
 
 
