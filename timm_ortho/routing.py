@@ -81,7 +81,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     """Return the syntax tree of a function's source.
 
     Raises:
-        OSError: The source cannot be found, or ``exec`` defined the function.
+        OSError: The source cannot be found, or ``exec`` defined the function. The message is the advice.
 
     Example:
         >>> import timm
@@ -90,9 +90,16 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     """
     # Code from exec has the file name <string>, as has the program of ``python -c``. In Python 3.13, ``inspect`` would
     # return the text of this program.
-    if function.__code__.co_filename == "<string>":
-        raise OSError("could not get source code")
-    source = inspect.getsource(function)
+    filename = function.__code__.co_filename
+    try:
+        source = "" if filename == "<string>" else inspect.getsource(function)
+    except OSError:
+        source = ""
+    if not source:
+        package = function.__module__.partition(".")[0]
+        raise OSError("define the class in a file" if filename.startswith("<") else
+                      f"the source files (.py) of {package} are not installed. An application that PyInstaller makes "
+                      f"contains them with module_collection_mode={{{package!r}: 'pyz+py'}}")
     if not source[0].isspace():
         return ast.parse(source)
     tree = ast.parse(f"if True:\n{source}")  # dedent fails if a comment or text has less indentation than the method
@@ -150,8 +157,8 @@ class Route:
         try:
             tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
-            raise RoutingError(f"{where}: the source of {method} cannot be read: "
-                               f"{getattr(error, 'msg', error)}; define the class in a file") from None
+            raise RoutingError(
+                f"{where}: the source of {method} cannot be read: {getattr(error, 'msg', error)}") from None
         wrapper = getattr(block, method)
         # transformers wraps methods when a class is defined, and therefore also the method of the subclass
         if (wrapper is not self.method and not getattr(tree.body[0], "decorator_list", ())
@@ -204,30 +211,35 @@ class Route:
         Raises:
             RoutingError: The method cannot be rebuilt in a subclass.
         """
-        source = ast.unparse(self.tree)
-        filename = f"<{module}.{name}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        # the only feature of __future__ that current versions of Python do not always enable
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag
-        code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
-            exec(code, self.method.__globals__, local)
-            method = local[self.method.__name__]
-            plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
-            plain.__defaults__, plain.__kwdefaults__ = self.method.__defaults__, self.method.__kwdefaults__
-            method.__qualname__ = f"{name}.{method.__name__}"
-            method.__doc__ = self.method.__doc__
-            routed = type(self.block)(name, (self.block,), {
-                "__module__": module,
-                "__qualname__": name,
-                "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
-                self.name: method,
-            })
+            return subclass_of(self.block, self.name, ast.unparse(self.tree), name=name, module=module)
         except Exception as error:  # for example a lambda, or a base class that refuses subclasses
             raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
-        routed.__name__ = self.block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
-        return routed
+
+
+def subclass_of(block: type, name_of_method: str, source: str, *, name: str, module: str) -> type:
+    """Return the subclass of a host with the generated ``source`` of a method, see :meth:`Route.subclass`."""
+    filename = f"<{module}.{name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    host: FunctionType = inspect.unwrap(getattr(block, name_of_method))
+    # the method's default arguments may use names of the class body
+    local = dict(vars(next(cls for cls in block.__mro__ if name_of_method in vars(cls))))
+    # the only feature of __future__ that current versions of Python do not always enable
+    flags = host.__code__.co_flags & __future__.annotations.compiler_flag
+    exec(compile(source, filename, "exec", flags, dont_inherit=True), host.__globals__, local)
+    method = local[host.__name__]
+    plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
+    plain.__defaults__, plain.__kwdefaults__ = host.__defaults__, host.__kwdefaults__
+    method.__qualname__ = f"{name}.{method.__name__}"
+    method.__doc__ = host.__doc__
+    routed = type(block)(name, (block,), {
+        "__module__": module,
+        "__qualname__": name,
+        "__doc__": f"{block.__name__} of {block.__module__} with connections.",
+        name_of_method: method,
+    })
+    routed.__name__ = block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
+    return routed
 
 
 class Router(ast.NodeTransformer):
