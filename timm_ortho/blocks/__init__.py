@@ -10,6 +10,6 @@ from .routed import LIBRARIES, branch_first, host_class, library_of, reached, ro
 from .spec import BlockSpec
 
 __all__ = [
-    "LIBRARIES", "BlockSpec", "branch_first", "has_source", "host_class", "is_residual", "library_of", "not_residual", "reached",
-    "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
+    "LIBRARIES", "BlockSpec", "branch_first", "has_source", "host_class", "is_residual", "library_of", "not_residual",
+    "reached", "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
 ]

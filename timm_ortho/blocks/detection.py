@@ -20,8 +20,9 @@ def looks_residual(cls: type) -> bool:
     types, and losses do not count if their names show this. Sums of lists or tuples do not count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
-    call :func:`timm_ortho.not_residual`. If the source cannot be read, any addition counts. The rule does not detect sums
-    outside ``forward``, calls of ``sum``, or sums in a ``forward`` whose decorator does not use ``functools.wraps``.
+    call :func:`timm_ortho.not_residual`. If the source cannot be read, any addition counts. The rule does not detect
+    sums outside ``forward``, calls of ``sum``, or sums in a ``forward`` whose decorator does not use
+    ``functools.wraps``.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
