@@ -464,7 +464,8 @@ def test_a_block_whose_sides_differ_needs_the_argument():
         "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 of them in "
         "one call; 'x + self.f(x) + self.g(x)' is not replaced: write it as x + f or x + (f + g), and name it in kinds "
         "(None leaves it unchanged); if the class is from a library, override the method in a subclass; the sides of "
-        "'if self.parallel' have 1 and 2 additions: pass sides_differ=True, and name each addition of both sides in kinds")
+        "'if self.parallel' have 1 and 2 additions: pass sides_differ=True, and name each addition of both sides in "
+        "kinds")
 
 
 def test_a_dim_outside_the_tensor_is_an_error_in_the_forward_pass():

@@ -36,7 +36,7 @@ exec(CODE, OF_EXEC)
 def test_a_residual_class_without_source(name, others):
     arguments = (8, 2) if name == "Inheriting" else ()
     model = nn.Sequential(OF_EXEC[name](*arguments), *(cls(8, 2) for cls in others))
-    with pytest.raises(UnsupportedModelError, match=rf"The source of {__name__}.{name} cannot be read: define the class"):
+    with pytest.raises(UnsupportedModelError, match=rf"The source of {__name__}.{name} cannot be read: define the"):
         connect(model)
 
 
@@ -52,5 +52,5 @@ def test_timm_without_source_files(monkeypatch, use):
         raise OSError("could not get source code")
 
     monkeypatch.setattr(inspect, "getsource", getsource)
-    with pytest.raises((RoutingError, OSError), match=r"the source files \(\.py\) of timm are not installed\. .*pyz\+py"):
+    with pytest.raises((RoutingError, OSError), match=r"the source files \(\.py\) of timm are not installed\."):
         use()
