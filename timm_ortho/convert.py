@@ -152,8 +152,9 @@ def connect(
     """Replace every residual addition of a model by a connection, in place. Existing connections are replaced too.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
-    parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
+    do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. They are float32 unless
+    all parameters of the model have the same dtype, float16, bfloat16 or float64. Each call makes new parameters, which
+    must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
     includes the names of these parameters. Connect with ``hybrid`` before you wrap the model in
     DistributedDataParallel, which fixes the parameters. After ``fully_shard``,
     connections can only be replaced by connections without parameters.
