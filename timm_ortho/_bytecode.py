@@ -1,4 +1,5 @@
 """Find out which names the code of a function or of a class uses."""
+import dis
 import inspect
 from functools import cache
 from itertools import takewhile
@@ -43,3 +44,12 @@ def names_in(code: Optional[CodeType]) -> Set[str]:
     """Return the global names and attributes in the code of a function and of the functions inside it."""
     inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
     return {*(code.co_names if code else ()), *(name for constant in inner for name in names_in(constant))}
+
+
+def adds(code: Optional[CodeType]) -> bool:
+    """Return whether the code of a function, or of a function inside it, adds by ``+``, ``+=`` or ``add``."""
+    if code is None:
+        return False
+    signs = {each.argrepr for each in dis.get_instructions(code) if each.opname == "BINARY_OP"}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return not (signs | names_in(code)).isdisjoint({"+", "+=", "add", "add_"}) or any(map(adds, inner))

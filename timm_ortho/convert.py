@@ -1,11 +1,13 @@
 """Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this."""
 import operator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import repeat
 from typing import Any, Callable, Collection, Iterable, Iterator, NamedTuple, Optional, Sequence, TypeVar, Union
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +18,7 @@ from .blocks import (
     LIBRARIES,
     BlockSpec,
     branch_first,
+    has_source,
     host_class,
     is_residual,
     library_of,
@@ -117,8 +120,9 @@ def connect(
     """Replace every residual addition of a model by a connection, in place. Existing connections are replaced too.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
-    parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
+    do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. They are float32 unless
+    all parameters of the model have the same dtype, float16, bfloat16 or float64. Each call makes new parameters, which
+    must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
     includes the names of these parameters. Connect with ``hybrid`` before you wrap the model in
     DistributedDataParallel, which fixes the parameters. After ``fully_shard``,
     connections can only be replaced by connections without parameters.
@@ -189,10 +193,14 @@ def connect(
              layers=None if layers is None else sorted(chosen), kinds=None if kinds is None else sorted(chosen_kinds)),
         dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
+    # models in one dtype, such as bfloat16, have all parameters in it; otherwise rho and theta need float32
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    is_uniform = len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16, torch.float64}
+    dtype = dtypes.pop() if is_uniform else torch.float32
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
-        connections = _make_connections(block, arguments, call, skips, carrying)
+        connections = _make_connections(block, {**arguments, "dtype": dtype}, call, skips, carrying)
         _check_attributes(block, connections)
         module, kinds_here = block.module, tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
@@ -202,14 +210,15 @@ def connect(
     everywhere = [made for _, _, connections in converted for made in connections.values()]
     for index, made in enumerate(everywhere):
         made.site = replace(made.site, index=index, count=len(everywhere))
-    for module, cls, connections in converted:
-        if not isinstance(module, cls):
-            module.__class__ = cls
-        for name, made in connections.items():
-            setattr(module, name, made)
-    _remove_unused(module for module, _, _ in converted)
-    _spare_from_weight_decay(model)
-    keep_in_config(model)
+    with _restored_after_an_error(model):
+        for module, cls, connections in converted:
+            if not isinstance(module, cls):
+                module.__class__ = cls
+            for name, made in connections.items():
+                setattr(module, name, made)
+        _remove_unused(module for module, _, _ in converted)
+        _spare_from_weight_decay(model)
+        keep_in_config(model)
     return model
 
 
@@ -238,19 +247,35 @@ def disconnect(model: ModelT) -> ModelT:
     routed = [module for module in model.modules() if host_class(module) is not written_class(module)]
     for module in model.modules():
         _check_fixed(model, module, host_class(module), ())
-    for module in routed:
-        for name in _added(module):
-            delattr(module, name)
-        module.__class__ = host_class(module)
-    _remove_unused(model.modules())
-    written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
-    linear = {"connection": "linear"}
-    for block in written:
-        for name, made in _make_connections(block, linear, linear, repeat(None), carrying=()).items():
-            setattr(block.module, name, made)
-    _spare_from_weight_decay(model)
-    keep_in_config(model)
+    with _restored_after_an_error(model):
+        for module in routed:
+            for name in _added(module):
+                delattr(module, name)
+            module.__class__ = host_class(module)
+        _remove_unused(model.modules())
+        written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
+        linear = {"connection": "linear"}
+        for block in written:
+            for name, made in _make_connections(block, linear, linear, repeat(None), carrying=()).items():
+                setattr(block.module, name, made)
+        _spare_from_weight_decay(model)
+        keep_in_config(model)
     return model
+
+
+@contextmanager
+def _restored_after_an_error(model: nn.Module) -> Iterator[None]:
+    """Restore the classes and attributes of a model if an error occurs while it is changed."""
+    before = [(module, type(module), dict(vars(module)), dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes, children in before:
+            module.__class__ = cls
+            for present, earlier in ((vars(module), attributes), (module._modules, children)):
+                present.clear()
+                present.update(earlier)
+        raise
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()}
@@ -270,12 +295,22 @@ def _call_arguments(arguments: dict[str, Any], skip_arguments: dict[str, Any]) -
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
     """Add the parameters of connections to ``model.no_weight_decay()``, because decay towards 0 would harm them."""
-    if isinstance(vars(model).get("no_weight_decay"), partial):  # set by an earlier call of connect
+    earlier = vars(model).get("no_weight_decay")
+    if isinstance(earlier, partial) and earlier.func is _listed:  # set by an earlier call of connect
         del model.no_weight_decay
+        if earlier.args[0] is not None:
+            model.no_weight_decay = earlier.args[0]
     names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
     if names:
-        names.update(getattr(model, "no_weight_decay", tuple)())
-        vars(model)["no_weight_decay"] = partial(set, names)  # holds no reference to the model
+        own = getattr(model, "no_weight_decay", ())
+        names.update(own() if callable(own) else own)
+        replaced = vars(model).get("no_weight_decay")
+        vars(model)["no_weight_decay"] = partial(_listed, replaced, names)  # holds no reference to the model
+
+
+def _listed(replaced: Any, names: set[str]) -> set[str]:
+    """Return a copy of ``names``. ``replaced`` is the attribute ``no_weight_decay`` that the user set, or None."""
+    return set(names)
 
 
 def _blocks(model: nn.Module) -> list[_Block]:
@@ -311,6 +346,9 @@ def _blocks(model: nn.Module) -> list[_Block]:
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
                    f"not supported: {', '.join(unsupported) or 'none'}")
+        unread = [name for name, cls in unsupported.items() if not has_source(cls)]
+        if unread:
+            problem += f". The source of {', '.join(unread)} cannot be read: define the class in a file"
     if supported and unsupported:
         problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
                     "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
@@ -429,14 +467,15 @@ def _make_connections(
     ``arguments`` are passed to :func:`create_connection`. ``call`` contains the arguments of :func:`connect`.
     """
     parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
-    parameter = next(parameters, None)  # quantized parameters have integer dtypes
-    options: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
+    parameter = next(parameters, None)  # quantized parameters have integer dtypes, or float8 of one byte
+    options: dict[str, Any] = {} if parameter is None else dict(
+        device=parameter.device, dtype=parameter.dtype if parameter.itemsize > 1 else torch.float32)
     moved = (skip.to(**options) if skip is not None and options else skip for skip in skips)  # buffers of a user's skip
     made = {}
     for attribute, detail in block.details().items():
         connection = arguments["connection"] if block.sites[attribute] in carrying else "linear"
         site = replace(detail.pop("site"), name=name_of(connection), arguments=call)
-        of_site = {**arguments, **detail, **options, "connection": connection}
+        of_site = {**options, **arguments, **detail, "connection": connection}
         made[attribute] = create_connection(skip=next(moved), site=site, **of_site).train(block.module.training)
     return made
 

@@ -71,6 +71,7 @@ _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call re
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that may change between calls
+_ADDING = {"add", "addcmul", "iadd", "sub", "subtract"}  # functions and methods, without underscores
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONDITIONAL = (  # expressions that may evaluate their parts never, or several times
     ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -80,7 +81,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     """Return the syntax tree of a function's source.
 
     Raises:
-        OSError: The source cannot be found, or ``exec`` defined the function.
+        OSError: The source cannot be found, or ``exec`` defined the function. The message is the advice.
 
     Example:
         >>> import timm
@@ -89,9 +90,16 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     """
     # Code from exec has the file name <string>, as has the program of ``python -c``. In Python 3.13, ``inspect`` would
     # return the text of this program.
-    if function.__code__.co_filename == "<string>":
-        raise OSError("could not get source code")
-    source = inspect.getsource(function)
+    filename = function.__code__.co_filename
+    try:
+        source = "" if filename == "<string>" else inspect.getsource(function)
+    except OSError:
+        source = ""
+    if not source:
+        package = function.__module__.partition(".")[0]
+        raise OSError("define the class in a file" if filename.startswith("<") else
+                      f"the source files (.py) of {package} are not installed. An application that PyInstaller makes "
+                      f"contains them with module_collection_mode={{{package!r}: 'pyz+py'}}")
     if not source[0].isspace():
         return ast.parse(source)
     tree = ast.parse(f"if True:\n{source}")  # dedent fails if a comment or text has less indentation than the method
@@ -149,8 +157,8 @@ class Route:
         try:
             tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
-            raise RoutingError(f"{where}: the source of {method} cannot be read: "
-                               f"{getattr(error, 'msg', error)}; define the class in a file") from None
+            raise RoutingError(
+                f"{where}: the source of {method} cannot be read: {getattr(error, 'msg', error)}") from None
         wrapper = getattr(block, method)
         # transformers wraps methods when a class is defined, and therefore also the method of the subclass
         if (wrapper is not self.method and not getattr(tree.body[0], "decorator_list", ())
@@ -164,11 +172,10 @@ class Route:
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
             count = len(router.matched)
-            hint = "; only + and += are replaced: write torch.add(x, f) as x + f" if count < len(sums) else ""
             reached = f", at most {router.length} of them in one call" if router.length != count else ""
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
-                f"{count} ({matched}){reached}{router.problem}{hint}")
+                f"{count} ({matched}){reached}{router.problem}")
         if router.calls and "is_causal" in inspect.signature(self.method).parameters:
             connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
@@ -204,30 +211,35 @@ class Route:
         Raises:
             RoutingError: The method cannot be rebuilt in a subclass.
         """
-        source = ast.unparse(self.tree)
-        filename = f"<{module}.{name}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        # the only feature of __future__ that current versions of Python do not always enable
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag
-        code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
-            exec(code, self.method.__globals__, local)
-            method = local[self.method.__name__]
-            plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
-            plain.__defaults__, plain.__kwdefaults__ = self.method.__defaults__, self.method.__kwdefaults__
-            method.__qualname__ = f"{name}.{method.__name__}"
-            method.__doc__ = self.method.__doc__
-            routed = type(self.block)(name, (self.block,), {
-                "__module__": module,
-                "__qualname__": name,
-                "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
-                self.name: method,
-            })
+            return subclass_of(self.block, self.name, ast.unparse(self.tree), name=name, module=module)
         except Exception as error:  # for example a lambda, or a base class that refuses subclasses
             raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
-        routed.__name__ = self.block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
-        return routed
+
+
+def subclass_of(block: type, name_of_method: str, source: str, *, name: str, module: str) -> type:
+    """Return the subclass of a host with the generated ``source`` of a method, see :meth:`Route.subclass`."""
+    filename = f"<{module}.{name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    host: FunctionType = inspect.unwrap(getattr(block, name_of_method))
+    # the method's default arguments may use names of the class body
+    local = dict(vars(next(cls for cls in block.__mro__ if name_of_method in vars(cls))))
+    # the only feature of __future__ that current versions of Python do not always enable
+    flags = host.__code__.co_flags & __future__.annotations.compiler_flag
+    exec(compile(source, filename, "exec", flags, dont_inherit=True), host.__globals__, local)
+    method = local[host.__name__]
+    plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
+    plain.__defaults__, plain.__kwdefaults__ = host.__defaults__, host.__kwdefaults__
+    method.__qualname__ = f"{name}.{method.__name__}"
+    method.__doc__ = host.__doc__
+    routed = type(block)(name, (block,), {
+        "__module__": module,
+        "__qualname__": name,
+        "__doc__": f"{block.__name__} of {block.__module__} with connections.",
+        name_of_method: method,
+    })
+    routed.__name__ = block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
+    return routed
 
 
 class Router(ast.NodeTransformer):
@@ -249,6 +261,7 @@ class Router(ast.NodeTransformer):
         self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
+        self.depth = 0  # number of additions whose branch contains the present node
         self.conditions: List[ast.expr] = []  # conditions of the present path
         self.paths: List[List[_Path]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
@@ -272,13 +285,28 @@ class Router(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
+        if isinstance(node.op, ast.Sub):
+            self._refuse(node, node.left)
         return self.generic_visit(node) if call is None else call
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        inputs = [owner, *node.args, *(keyword.value for keyword in node.keywords)]
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")).strip("_")
+        if name in _ADDING and ast.unparse(owner) != self.instance:  # self.add may be a connection of the block
+            self._refuse(node, *inputs)
+        elif name == "sum":  # x.sum(-1) is no addition to x, but torch.stack([x, f]).sum(0) is
+            lists = [inner for each in inputs for inner in ast.walk(each) if isinstance(inner, (ast.List, ast.Tuple))]
+            self._refuse(node, *(summand for each in lists for summand in each.elts))
+        return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         call = None
         if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
             call = self._call(node, ast.Name(node.target.id, ast.Load()), node.value)
             self.copies.pop(node.target.id, None)
+        elif isinstance(node.op, (ast.Add, ast.Sub)):
+            self._refuse(node, getattr(node.target, "value", node.target))  # x of x[:, 1:] += f
         return self.generic_visit(node) if call is None else ast.copy_location(ast.Assign([node.target], call), node)
 
     def _call(self, node: ast.AST, left: ast.expr, right: ast.expr) -> Optional[ast.Call]:
@@ -286,10 +314,7 @@ class Router(ast.NodeTransformer):
         sources = [ast.unparse(left), ast.unparse(right)]
         if self.streams.isdisjoint(sources):
             self.others.append(ast.unparse(node))
-            if isinstance(node, ast.BinOp) and any(map(self._is_sum, (left, right))):
-                self.problem += (
-                    f"; the last summand of {self.others[-1]!r} would stay linear: write x + (f + g), and "
-                    "if the class is from a library, override the method in a subclass")
+            self._refuse(node, left, right)
             return None
         self.matched.append(ast.unparse(node))
         number = self.position
@@ -309,7 +334,9 @@ class Router(ast.NodeTransformer):
         if expected.connection is None:
             return None
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=expected.connection, ctx=ast.Load())
+        self.depth += 1
         stream, branch = (right, self.visit(left)) if branch_first else (left, self.visit(right))
+        self.depth -= 1
         arguments, keywords = [stream, branch], self.keywords
         if self.keeps_order and branch_first and all(map(_has_call, arguments)):
             arguments, keywords = [], [ast.keyword("f", branch), ast.keyword("x", stream), *keywords]
@@ -317,9 +344,19 @@ class Router(ast.NodeTransformer):
         self.calls.append(call)
         return call
 
-    def _is_sum(self, node: ast.expr) -> bool:
-        return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-                and any(ast.unparse(summand) in self.streams for summand in (node.left, node.right)))
+    def _refuse(self, node: ast.AST, *summands: ast.expr) -> None:
+        """Report a sum that stays linear, if a summand is the stream. Sums inside a branch are its input."""
+        if self.depth == 0 and any(map(self._is_stream, summands)):
+            self.problem += (
+                f"; {ast.unparse(node)!r} is not replaced: write it as x + f or x + (f + g), and name it in kinds "
+                "(None leaves it unchanged); if the class is from a library, override the method in a subclass")
+
+    def _is_stream(self, node: ast.expr) -> bool:
+        """Return whether an expression is the stream, a copy of the stream, or its sum with another tensor."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._is_stream(node.left) or self._is_stream(node.right)
+        source = ast.unparse(node)
+        return not self.streams.isdisjoint((source, self.copies.get(source, "")))
 
     # ----------------------------------------------------------------------------------------- paths
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -328,6 +365,7 @@ class Router(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
+        node.test = self.visit(node.test)
         node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
         if leaves(node.body):  # the following statements run only if the test is false
             self.conditions.append(negated(node.test))
@@ -345,6 +383,7 @@ class Router(ast.NodeTransformer):
     visit_For = visit_While = visit_Try = _visit_repeated
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        node.test = self.visit(node.test)
         (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
         return node
 

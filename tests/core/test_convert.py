@@ -193,10 +193,42 @@ def test_learned_connections_get_no_weight_decay(kind, options):
         assert decayed(copied, **options) == before
 
 
-def test_no_weight_decay_of_an_instance_is_kept():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_learned_connections_have_the_dtype_of_a_model_with_one_wide_dtype(dtype):
+    for convert in (lambda parameter: parameter.to(dtype), lambda parameter: parameter.to(torch.float8_e4m3fn),
+                    lambda parameter: parameter.to(dtype) if parameter.ndim > 1 else parameter):
+        model = tiny_vit()
+        for parameter in model.parameters():
+            parameter.data = convert(parameter.data)
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        connect(model, "hybrid")
+        assert {site.connection.rho.dtype for site in sites(model)} == {dtype if dtypes == {dtype} else torch.float32}
+
+
+@pytest.mark.parametrize("mine", [{"mine"}, lambda: ["mine"]])
+def test_no_weight_decay_of_an_instance_is_kept(mine):
     model = tiny_vit()
-    model.no_weight_decay = lambda: {"mine"}
-    assert connect(model, "feature").no_weight_decay() == {"mine"}
+    model.no_weight_decay = mine
+    assert connect(model, "feature").no_weight_decay is mine
+    for _ in range(2):
+        assert len(connect(model, "hybrid").no_weight_decay()) == 1 + 2 * len(sites(model))
+    assert disconnect(model).no_weight_decay is mine
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_an_error_while_a_model_is_changed_leaves_it_unchanged(connected):
+    def fails():
+        raise KeyError("mine")
+
+    model = tiny_vit()
+    if connected:
+        connect(model, "feature")
+    model.blocks[0].register_forward_hook(print)
+    model.no_weight_decay = fails
+    before = [(type(module), {**vars(module)}, [*module._modules.items()]) for module in model.modules()]
+    with pytest.raises(KeyError, match="mine"):
+        connect(model, "hybrid")
+    assert [(type(module), {**vars(module)}, [*module._modules.items()]) for module in model.modules()] == before
 
 
 def test_learned_connections_of_quantized_and_meta_blocks():

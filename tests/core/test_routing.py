@@ -132,7 +132,7 @@ def test_additions_inside_additions_are_counted():
 
 
 def test_no_addition():
-    with pytest.raises(RoutingError, match=r"found 0 \(none\); only \+ and \+= are replaced"):
+    with pytest.raises(RoutingError, match=r"expected 1 addition to 'x' in forward, found 0 \(none\)$"):
         routed(nn.Identity, ("one",))
 
 
@@ -511,6 +511,65 @@ def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):
     monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
     namespace = {"__name__": __name__, "nn": nn}
     exec("class Block(nn.Module):\n    def forward(self, x):\n        return x * 3.0\n", namespace)
-    with pytest.raises(RoutingError, match="could not get source code; define the class"):
+    with pytest.raises(RoutingError, match="cannot be read: define the class in a file"):
         Route(namespace["Block"], sums(("x", "one")))
     assert not looks_residual(namespace["Block"])
+
+
+SECOND = """
+import operator, torch
+from torch import nn
+
+class Block(nn.Module):
+    def forward(self, x, f):
+        x = x + f
+        y = x
+        {}
+        return x
+"""
+
+
+@pytest.mark.parametrize("statement", [
+    "x = torch.add(x, f)", "x = torch.add(other=f, input=x)", "x.add_(f)", "x = f.add_(x)", "x = (x + f).add(f)",
+    "x = operator.iadd(x, f)", "x = torch.addcmul(x, f, f)", "x = x - (-f)", "x -= f", "x[:, 1:] += f", "x.data += f",
+    "x = torch.subtract(x, f)", "x = torch.stack([x, f]).sum(0)", "x = torch.sum(torch.stack((f, x)), dim=0)",
+    "x = sum([x, f])", "x = y + f", "y += f", "y.add_(f)"])
+def test_a_second_sum_that_is_not_replaced(tmp_path, statement):
+    (tmp_path / "second.py").write_text(SECOND.format(statement))
+    namespace = {"__name__": __name__}
+    exec(compile(SECOND.format(statement), tmp_path / "second.py", "exec"), namespace)
+    with pytest.raises(RoutingError, match=r" is not replaced: write it as x \+ f or "):
+        Route(namespace["Block"], sums(("x", "one")))
+
+
+class InConditions(nn.Module):
+    """A block with its second sum in conditions, and operations that are no sums of the stream."""
+
+    def first(self, x, f):
+        x = x + f.sub(x.sum(-1, keepdim=True)) * torch.add(x, 1.0)
+        if (x := x + f).isfinite().all():
+            x = torch.cat([x, f], -1)
+        return x
+
+    def second(self, x, f):
+        x = x + (x - x.mean())
+        while (x := f + x).isnan().any():
+            pass
+        return x
+
+    def third(self, x, f):
+        x = x + (f - 1.0)
+        return x if (x := x + f).ndim else f
+
+
+@pytest.mark.parametrize("method", ["first", "second", "third"])
+def test_sums_inside_conditions(method):
+    with pytest.raises(RoutingError, match=r"expected 1 addition to 'x' in .*, found 2"):
+        Route(InConditions, sums(("x", "one")), method=method)
+    block, both = InConditions(), sums(("x", "one"), ("x", "two"))
+    block.__class__ = Route(InConditions, both, method=method).subclass(name="Routed", module="m")
+    block.one, block.two = Named(), Named()
+    x, f = torch.randn(2, 3, 4)
+    x, f = x.abs(), f.abs()
+    plain = getattr(InConditions(), method)(x, f)
+    assert not torch.equal(getattr(block, method)(x, f), plain)

@@ -3,12 +3,13 @@
 To support another block class of these libraries, add the class to the library's table, and add an architecture with
 such blocks to the tests.
 """
+from .detection import has_source
 from .lookup import specs
 from .registry import is_residual, not_residual, register_block, spec_of
 from .routed import LIBRARIES, branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
 from .spec import BlockSpec
 
 __all__ = [
-    "LIBRARIES", "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached",
-    "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
+    "LIBRARIES", "BlockSpec", "branch_first", "has_source", "host_class", "is_residual", "library_of", "not_residual",
+    "reached", "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
 ]

@@ -3,8 +3,10 @@ import ast
 import inspect
 import re
 from functools import cache
-from typing import Optional, Set, Union
+from types import CodeType
+from typing import Any, Optional, Set, Union
 
+from .._bytecode import adds, names_in
 from ..routing import syntax_tree
 
 
@@ -18,8 +20,9 @@ def looks_residual(cls: type) -> bool:
     types, and losses do not count if their names show this. Sums of lists or tuples do not count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
-    call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``,
-    classes without source, or sums in a ``forward`` whose decorator does not use ``functools.wraps``.
+    call :func:`timm_ortho.not_residual`. If the source cannot be read, any addition counts. The rule does not detect
+    sums outside ``forward``, calls of ``sum``, or sums in a ``forward`` whose decorator does not use
+    ``functools.wraps``.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
@@ -27,7 +30,7 @@ def looks_residual(cls: type) -> bool:
     """
     function = _forward_of(cls)
     if function is None:
-        return False
+        return adds(_code_of(cls))
     functions = [node for node in ast.walk(function) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     derived = _derived(function, set().union(*(_sources(each, has_self=each is function) for each in functions)))
     return any(_adds(node, derived) for node in ast.walk(function))
@@ -36,10 +39,17 @@ def looks_residual(cls: type) -> bool:
 @cache
 def calls_forward_of_base(cls: type) -> bool:
     """Return whether the ``forward`` of a class calls ``super().forward`` and so contains the base's additions."""
-    function = _forward_of(cls)
-    return function is not None and any(
-        isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.value, ast.Call)
-        and getattr(node.value.func, "id", "") == "super" for node in ast.walk(function))
+    return names_in(_code_of(cls)) >= {"super", "forward"}
+
+
+def has_source(cls: type) -> bool:
+    """Return whether the source of ``forward`` can be read."""
+    return _forward_of(cls) is not None
+
+
+def _code_of(cls: type) -> Optional[CodeType]:
+    forward: Any = getattr(cls, "forward", None)
+    return getattr(inspect.unwrap(forward), "__code__", None)
 
 
 def _forward_of(cls: type) -> Optional[ast.FunctionDef]:

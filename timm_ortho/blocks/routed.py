@@ -6,6 +6,7 @@ A routed class is an attribute of this module and named after its block class, f
 the configuration of a block excludes some sites, the name of the routed class ends with the kinds of the remaining
 sites: ``timm__models__visformer__Block__mlp``.
 """
+import copyreg
 import inspect
 import re
 import sys
@@ -13,10 +14,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Dict, Iterator, Optional, Tuple
 
+import torch
 from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
-from ..routing import Route, Sum
+from ..routing import Route, Sum, subclass_of
 from . import lookup
 from .spec import BlockSpec
 
@@ -88,7 +90,41 @@ def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...], method: A
     if kinds != tuple(spec.sites):
         name += "__" + "_and_".join(kinds)
     routed = route(host, spec, kinds).subclass(name=name, module=__name__)
+    if is_own(host):
+        _pickle_with_host(routed, _method(host, spec), kinds)
     return register_notrace_module(routed) if is_notrace_module(host) else routed
+
+
+def _pickle_with_host(routed: Any, method: str, kinds: Tuple[str, ...]) -> None:
+    """Let pickles of a user's block refer to its class and not to the routed class.
+
+    Worker processes of joblib, Ray and submitit receive classes of ``__main__`` by value (cloudpickle). Such a process
+    knows neither the registration nor the source file.
+    """
+    host, name = routed.__bases__[0], routed.__qualname__
+    parts = host, kinds, method, inspect.getsource(inspect.unwrap(getattr(routed, method))), name
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        made, *rest = host.__reduce_ex__(self, protocol)
+        if type(self) is not routed or made is not copyreg.__newobj__:
+            return (made, *rest)
+        return (_unpickled, parts, *rest[1:])
+
+    routed._parts, routed.__reduce_ex__ = parts, __reduce_ex__
+
+
+def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name: str) -> nn.Module:
+    """Return an empty instance of the routed class, which is made again from ``source`` if the host has no spec."""
+    parts = host, kinds, method, source, name
+    cls: Any = next((cls for cls in host.__subclasses__() if vars(cls).get("_parts") == parts), None)
+    spec = lookup.spec_of_class(host)
+    if cls is None and spec and set(kinds) <= set(spec.sites):
+        cls = routed_class(host, spec, kinds)
+    elif cls is None:
+        inspect.unwrap(getattr(host, method)).__globals__.setdefault("torch", torch)  # cloudpickle omits unused names
+        cls = subclass_of(host, method, source, name=name, module=__name__)
+        _pickle_with_host(cls, method, kinds)
+    return cls.__new__(cls)
 
 
 def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
@@ -148,9 +184,13 @@ def _route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...], method
         Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
-    is_own = host.__module__.partition(".")[0] not in LIBRARIES
     return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
-                 sides_differ=spec.sides_differ, keeps_order=is_own)
+                 sides_differ=spec.sides_differ, keeps_order=is_own(host))
+
+
+def is_own(cls: type) -> bool:
+    """Return whether a class is a user's, and not from a library with a table of blocks."""
+    return cls.__module__.partition(".")[0] not in LIBRARIES
 
 
 def library_of(cls: type) -> str:

@@ -21,6 +21,7 @@ from timm.models import (
 )
 from torch import nn
 
+from ..routing import syntax_tree
 from .build import create, register, unpretrained
 from .coverage import bases
 from .names import SUFFIXES
@@ -54,7 +55,7 @@ def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Di
 @cache
 def _fixed(function: FunctionType) -> FrozenSet[str]:
     """Return the names of arguments that an entry point sets itself, as in ``dict(embed_dim=512, **kwargs)``."""
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(syntax_tree(function)) if isinstance(node, ast.Call)]
     forwarding = [call for call in calls if any(
         keyword.arg is None and isinstance(keyword.value, ast.Name) for keyword in call.keywords)]
     named = {keyword.arg for call in forwarding for keyword in call.keywords if keyword.arg}
