@@ -53,6 +53,37 @@ def test_a_file_without_weights_is_a_one_line_error(tmp_path, content):
         load_state_dict(path)
 
 
+def test_a_flipped_bit_is_found(tmp_path):
+    """`torch.load` compares no checksums."""
+    path, weights = tmp_path / "a.pth", torch.arange(100.0)
+    torch.save(weights, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(weights.numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path), weights)
+    with pytest.raises(WeightsError, match=r"a.pth cannot be read as a checkpoint \(it is damaged or not a checkpoint\)$"):
+        load_checkpoint(path)
+
+
+@pytest.fixture
+def without_checksums():
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+def test_a_file_without_checksums_is_read_with_a_warning(tmp_path, without_checksums):
+    torch.save(torch.ones(3), tmp_path / "a.pth")
+    with pytest.warns(UserWarning, match=r"a.pth was saved without checksums, so damage to it would not be noticed$"):
+        assert torch.equal(load_checkpoint(tmp_path / "a.pth"), torch.ones(3))
+
+
+def test_checkpoints_of_the_lab_have_checksums(tmp_path, without_checksums):
+    folder = one_run(tmp_path / "out", epochs=1)
+    run.run(folder)
+    load_checkpoint(folder / "last.pth.tar")  # without a warning
+
+
 def overlay(**changes):
     return {"pretrained": True, "pretrained_cfg_overlay": changes}
 

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
-from .._text import UserError, error_text, without_nan
+from .._text import UserError, error_text, whole_lines, without_nan
 
 
 def read_history(folder: Path) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
     If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows of this epoch and of later epochs.
+    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is skipped.
 
     Args:
         folder: Folder of the run.
@@ -30,8 +30,8 @@ def read_history(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
+        lines = whole_lines(path.read_text(encoding="utf-8")).splitlines()
+        rows = [row for row in csv.DictReader(lines) if (row["epoch"] or "").isdecimal()]
         for row in rows:
             epoch = int(row["epoch"])
             history = [earlier for earlier in history if earlier["epoch"] < epoch]
@@ -48,7 +48,7 @@ def json_lines(text: str) -> list[dict]:
     >>> json_lines('{"epoch": 0}\\n{"epo')
     [{'epoch': 0}]
     """
-    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in whole_lines(text).splitlines()]
 
 
 def class_names(dataset: Any) -> Optional[list[str]]:
