@@ -10,14 +10,15 @@ from typing import Any, Mapping, Optional, Sequence, Union
 from .._text import UserError, error_text, whole_lines, without_nan
 
 
-def read_history(folder: Path) -> list[dict]:
+def read_history(folder: Path, finished: bool = False) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
     If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is skipped.
+    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is incomplete and is skipped.
 
     Args:
         folder: Folder of the run.
+        finished: Whether an incomplete row is an error, because nothing will complete it.
 
     Returns:
         A dict for each epoch, empty if there is no file.
@@ -30,8 +31,10 @@ def read_history(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     try:
-        lines = whole_lines(path.read_text(encoding="utf-8")).splitlines()
-        rows = [row for row in csv.DictReader(lines) if (row["epoch"] or "").isdecimal()]
+        text = path.read_text(encoding="utf-8")
+        if finished and text != whole_lines(text):
+            raise UserError(f"{path} is incomplete, because its last line has no newline: copy it again or remove it")
+        rows = [row for row in csv.DictReader(whole_lines(text).splitlines()) if (row["epoch"] or "").isdecimal()]
         for row in rows:
             epoch = int(row["epoch"])
             history = [earlier for earlier in history if earlier["epoch"] < epoch]

@@ -20,7 +20,7 @@ from torch import nn
 
 from .._images import data_config
 from .._text import error_text
-from .._yaml import YAMLError, load_yaml
+from .._yaml import YAMLError, load_written_yaml
 from ..hub_client.errors import WeightsError
 from ..models.variant_arguments import is_variant_argument
 from ..weights.files import load_checkpoint
@@ -113,7 +113,7 @@ class CheckpointRun(Run):
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
-        self.history = read_history(folder)
+        self.history = read_history(folder, finished=True)
 
 
 # -------------------------------------------------------------------------------------------- the model
@@ -237,7 +237,7 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
 
 def _read_mapping(file: Path) -> dict[str, Any]:
     try:
-        values = load_yaml(file.read_text(encoding="utf-8"))
+        values = load_written_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise RunError(f"{file} cannot be read ({error_text(error)})") from None
     if not isinstance(values, dict):
