@@ -25,7 +25,7 @@ from ..hub_client.errors import WeightsError
 from ..models.variant_arguments import is_variant_argument
 from ..weights.files import load_checkpoint
 from .card_values import CardValues, RunError, read_card_values
-from .folders import check_options, read_history
+from .folders import check_modules, read_history
 
 _BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 
@@ -127,12 +127,14 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
     Raises:
         RunError: The model cannot be built, or the weights do not fit it.
-        UserError: The options could run code, see :func:`timm_ortho.runs.folders.check_options`.
+        UserError: The options name modules, see :func:`timm_ortho.runs.folders.check_modules`.
     """
     options = run.options
-    check_options(options, str(run.path.parent))
+    check_modules(options, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
+    if ":" in name:  # hf-hub:me/my-model, which timm would download
+        raise RunError(f"the model '{name}' of {run.path} is not an architecture; {_BY_HAND}")
     if name != options["model"]:
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
     try:
