@@ -69,7 +69,7 @@ def test_a_run_whose_model_timm_would_download(tmp_path):
     folder = timm_run(tmp_path / "run", epochs=1)
     run = CheckpointRun(folder)
     run.options["model"] = "hf-hub:me/my-model"
-    with pytest.raises(RunError, match="the model 'hf-hub:me/my-model' of .* is not an architecture; build the model"):
+    with pytest.raises(RunError, match=r"the model 'hf-hub:me/my-model' of .* is not an architecture; build the model"):
         run_model(run)
 
 

@@ -171,15 +171,16 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         own = model.state_dict()
         if not any(map(_is_learned_connection, state_dict)):
             state_dict = {**state_dict, **{name: own[name] for name in own if _is_learned_connection(name)}}
-        is_adapted = bool(arguments.get("features_only")) or model.num_classes != cfg.num_classes
+        classes = getattr(model, "num_classes", 0)  # models of features may lack this attribute
+        is_adapted = bool(arguments.get("features_only")) or classes != cfg.num_classes
         problems = [
-            *_other_names(state_dict, own, is_adapted, arguments.get("pretrained_strict", True)),
+            *_other_names(state_dict, own, cfg, is_adapted, arguments.get("pretrained_strict", True)),
             *_other_shapes(state_dict, own, cfg, is_adapted),
         ]
         if problems:
             raise _misfit(cfg, "; ".join(problems))
-        if model.num_classes != cfg.num_classes and not arguments.get("features_only"):
-            _warn_of_new_classifier(source, state_dict, own, cfg, model.num_classes)
+        if classes != cfg.num_classes and not arguments.get("features_only"):
+            _warn_of_new_classifier(source, state_dict, own, cfg, classes)
         return state_dict
 
     return filtered
@@ -199,7 +200,7 @@ def check_classes(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
     """
     classes = arguments.get("num_classes", cfg.num_classes)
     if classes != cfg.num_classes or classes < 0:
-        raise _misfit(cfg, f"config.json has num_classes {cfg.num_classes} at its top level, {classes} in model_args")
+        raise _misfit(cfg, f"config.json has {cfg.num_classes} classes and, with its model_args, {classes}")
 
 
 def check_finite(model: nn.Module, cfg: PretrainedCfg, is_checked: bool) -> None:
@@ -224,7 +225,8 @@ def _is_learned_connection(name: str) -> bool:
 
 
 def _other_names(
-        state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapted: bool, is_strict: bool) -> Iterator[str]:
+        state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool,
+        is_strict: bool) -> Iterator[str]:
     """Describe missing and surplus tensors, except BatchNorm's counter, which PyTorch creates if it is missing.
 
     Surplus tensors are described only if `is_strict`.
@@ -232,7 +234,8 @@ def _other_names(
     missing = [name for name in own if name not in state_dict and not name.endswith(".num_batches_tracked")]
     surplus = [name for name in state_dict if name not in own]
     renamed = _NORMS if any(name.startswith(_NORMS) for name in surplus) else ()
-    for problem, names, allowed in (("missing", missing, _HEADS + renamed), ("surplus", surplus, _HEADS + _NORMS)):
+    heads = _HEADS + _classifiers(cfg)
+    for problem, names, allowed in (("missing", missing, heads + renamed), ("surplus", surplus, heads + _NORMS)):
         names = [name for name in names if not (is_adapted and name.startswith(allowed))]
         if names and (is_strict or problem == "missing"):
             yield f"{problem}: {_some(names)}"
