@@ -1,4 +1,5 @@
 """Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
+import inspect
 from functools import partial
 from typing import Any, ContextManager, Dict, ItemsView, Mapping, Optional, Tuple
 
@@ -6,7 +7,10 @@ import timm
 import torch
 from timm.data.dataset_factory import _search_split as search_split  # finds the folder of a split
 from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
-from timm.models._hub import has_hf_hub  # whether timm can use the installed huggingface_hub
+from timm.models._hub import (
+    has_hf_hub,  # whether timm can use the installed huggingface_hub
+    load_model_config_from_path,  # reads the config.json in a folder
+)
 from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -15,10 +19,15 @@ from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 # Names that this module only imports; ruff would report them as unused.
-__all__ = ["TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "has_hf_hub", "search_split"]
+__all__ = [
+    "TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "has_hf_hub", "load_model_config_from_path",
+    "search_split"]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
 current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {})
+
+# Whether timm's filters of checkpoints use the arguments of the model that was saved, from timm 1.0.31 on.
+takes_source_arguments = "pretrained_model_args" in inspect.signature(timm.models.build_model_with_cfg).parameters
 
 # Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active

@@ -3,7 +3,7 @@ import difflib
 import io
 import math
 import re
-from typing import Any, Iterable, List, Optional, Sequence
+from typing import Any, AnyStr, Iterable, List, Optional, Sequence
 
 _OTHER_WORDS = {  # words from the papers and other libraries -> names of this package and of timm
     "orthogonal": "feature", "identity": "linear", "learning_rate": "lr", "image_size": "img_size", "optimizer": "opt",
@@ -74,6 +74,15 @@ def error_text(error: BaseException, named: bool = False) -> str:
     name, text = type(error).__name__, " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:297]}..."
     return f"{name}: {text}" if named and text else text or name
+
+
+def whole_lines(content: AnyStr) -> AnyStr:
+    """Return the content of a file without a last line that has no newline. Its writer was stopped within this line.
+
+    >>> whole_lines("1,16.1\\n2,1")
+    '1,16.1\\n'
+    """
+    return content[:content.rfind("\n" if isinstance(content, str) else b"\n") + 1]
 
 
 def finite(value: Optional[float]) -> bool:

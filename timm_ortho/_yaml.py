@@ -54,6 +54,17 @@ def load_yaml(text: str) -> Any:
         raise YAMLError(f"a value cannot be read: {error}") from None
 
 
+def load_written_yaml(text: str) -> Any:
+    """Return the value of a YAML document that a program wrote. The last line of a complete one ends with a newline.
+
+    Raises:
+        YAMLError: See `load_yaml`; or the document is incomplete.
+    """
+    if not text.endswith("\n"):
+        raise YAMLError("it is incomplete, because its last line has no newline")
+    return load_yaml(text)
+
+
 def dump_yaml(value: Any, **options: Any) -> str:
     """Return a value as YAML without aliases. ``options`` are passed to ``yaml.dump``."""
     return yaml.dump(value, Dumper=_Dumper, **options)

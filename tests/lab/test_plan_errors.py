@@ -132,7 +132,7 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
     (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(split 'train'\) cannot be read: .* its files in .*Fa"),
     (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' .* cannot be read: .* can download t"),
-    (dict(dataset="wds/mnist", data_dir="x"), r"cannot be read: timm opens it through its 'wds' reader"),
+    (dict(dataset="wds/mnist", data_dir="x"), r"'x' is not a file: data sets wds/ are read from files in --data-dir"),
     (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):

@@ -55,6 +55,24 @@ def test_a_new_argument_of_the_connection_keeps_the_others(tmp_path):
         assert (connection.eps, connection.prob) == (0.5, prob)
 
 
+@pytest.mark.parametrize("name", ["summary.csv", "args.yaml"])
+def test_a_file_that_is_cut_is_an_error(tmp_path, name):
+    folder = timm_run(tmp_path / "run")
+    text = (folder / name).read_text()
+    (folder / name).write_text(text[:text.rindex("30.25") + 1] if name == "summary.csv" else text.rstrip())
+    with pytest.raises(UserError, match=rf"{name} .*is incomplete, because its last line has no newline"):
+        CheckpointRun(folder)
+    assert [row["epoch"] for row in read_history(folder)] == ([0, 1] if name == "summary.csv" else [0, 1, 2])
+
+
+def test_a_run_whose_model_timm_would_download(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=1)
+    run = CheckpointRun(folder)
+    run.options["model"] = "hf-hub:me/my-model"
+    with pytest.raises(RunError, match=r"the model 'hf-hub:me/my-model' of .* is not an architecture; build the model"):
+        run_model(run)
+
+
 def test_the_last_row_of_an_epoch_is_used(tmp_path):
     folder = timm_run(tmp_path / "run")
     rows = (folder / "summary.csv").read_text().splitlines()

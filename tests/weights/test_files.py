@@ -1,6 +1,9 @@
 """Test that files of another person run no code, also with the oldest timm, which would unpickle checkpoints."""
+import json
+import re
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,10 +21,13 @@ from timm_ortho._text import UserError
 from timm_ortho.hub import PublishError
 from timm_ortho.hub_client.errors import WeightsError
 from timm_ortho.lab import LabError
+from timm_ortho.lab.data import check_shards
+from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
+from timm_ortho.runs.folders import check_sources
 from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
 
 CALLS = "cannot be read as a checkpoint (it is a pickle that calls "
@@ -51,6 +57,37 @@ def test_a_file_without_weights_is_a_one_line_error(tmp_path, content):
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(WeightsError, match=r"a.pth cannot be read as a checkpoint \([^\n]*\)$"):
         load_state_dict(path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    """`torch.load` compares no checksums."""
+    path, weights = tmp_path / "a.pth", torch.arange(100.0)
+    torch.save(weights, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(weights.numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path), weights)
+    with pytest.raises(WeightsError, match=r"a.pth cannot be read as a checkpoint \(it is damaged or not a checkp"):
+        load_checkpoint(path)
+
+
+@pytest.fixture
+def without_checksums():
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+def test_a_file_without_checksums_is_read_with_a_warning(tmp_path, without_checksums):
+    torch.save(torch.ones(3), tmp_path / "a.pth")
+    with pytest.warns(UserWarning, match=r"a.pth was saved without checksums, so damage to it would not be noticed$"):
+        assert torch.equal(load_checkpoint(tmp_path / "a.pth"), torch.ones(3))
+
+
+def test_checkpoints_of_the_lab_have_checksums(tmp_path, without_checksums):
+    folder = one_run(tmp_path / "out", epochs=1)
+    run.run(folder)
+    load_checkpoint(folder / "last.pth.tar")  # without a warning
 
 
 def overlay(**changes):
@@ -120,13 +157,15 @@ def test_the_lab_does_not_unpickle_initial_weights(tmp_path, capsys):
         change_stage(folder, initial_checkpoint=path)
         assert run.main([str(folder)]) == run.REFUSED
         assert f"timm-ortho: option 'initial_checkpoint': {path} {CALLS}" in capsys.readouterr().err
-        named = {"pretrained_cfg_overlay": {"file": path}}
-        change_stage(folder, initial_checkpoint="", pretrained=True, model_kwargs=named)
-        assert run.main([str(folder)]) != 0
-        assert "it is a pickle that calls" in capsys.readouterr().err
-        change_stage(folder, model="test_vit")
+        for key, value in dict(pretrained_cfg_overlay={"file": path}, cache_dir=str(tmp_path / "cache")).items():
+            folder = one_run(tmp_path / key)
+            change_stage(folder, pretrained=True, model_kwargs={key: value})
+            assert run.main([str(folder)]) == run.REFUSED
+            assert f"choose the source of weights ({key})" in capsys.readouterr().err
+        folder = one_run(tmp_path / "plain")
+        change_stage(folder, model="hf-hub:me/my-model")
         assert run.main([str(folder)]) == run.REFUSED
-        assert "starts from weights of 'test_vit', but only variants' weights are read" in capsys.readouterr().err
+        assert "trains 'hf-hub:me/my-model', which is no variant" in capsys.readouterr().err
         folder = one_run(tmp_path / "other")
         change_stage(folder, pretrained=True, pretrained_path=path)
         assert run.main([str(folder)]) != 0
@@ -206,28 +245,69 @@ def change_stage(folder, model_kwargs=None, **options):
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
 
 
+# Options, and the message that refuses them in a file and, if the third value is true, on the command line too.
 REFUSED = [
-    (dict(class_map="{}/evil.pkl"), "evil.pkl is not a text file: write one class name on each line of a .txt file"),
-    (dict(dataset="", data_dir="{}/images.tar"), "_images_tarinfos.pickle is a pickle, whose code timm would run"),
-    (dict(dataset="wds/x", data_dir="pipe:touch executed #"), "webdataset would run the command after 'pipe:'"),
-    (dict(dataset="hfds/x", dataset_trust_remote_code=True), "code of data sets is never run: remove the option"),
+    (dict(class_map="{}/evil.pkl"), "evil.pkl is not a text file: write one class name on each line of a .txt", True),
+    (dict(dataset="hfds/x", dataset_trust_remote_code=True), "code of data sets is never run: remove the option", True),
+    (dict(dataset="hfds/x"), "would write files: if you trust it, name it on the command line (--dataset hf", False),
+    (dict(dataset="TFDS/x"), "would write files: if you trust it, name it on the command line (--dataset TF", False),
+    (dict(dataset="torch/inaturalist"), "would write files: if you trust it, name it on the command line", False),
+    (dict(dataset="torch/mnist", dataset_download=True), "set it on the command line (--option dataset_", False),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), REFUSED)
-def test_options_that_run_code_are_refused(tmp_path, capsys, options, text):
+@pytest.mark.parametrize(("options", "text", "always"), REFUSED)
+def test_options_that_run_code_or_download_are_refused(tmp_path, capsys, options, text, always):
     options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
-    folder, planned_run = timm_run(tmp_path / "run"), one_run(tmp_path / "out")
-    with (never_unpickled(tmp_path / "evil.pkl", plain_pickle),
-          never_unpickled(tmp_path / "_images_tarinfos.pickle", plain_pickle)):
-        change(folder / "args.yaml", **options)
-        with pytest.raises(PublishError, match=text):
-            hub.export(folder, tmp_path / "out", "me/model")
+    options |= {"data_dir": str(tmp_path / "data")}
+    (tmp_path / "data").mkdir()
+    folder, planned_run = timm_run(tmp_path / "run", **options), one_run(tmp_path / "out")
+    with never_unpickled(tmp_path / "evil.pkl", plain_pickle):
+        hub.export(folder, tmp_path / "export", "me/model")  # looks for names of classes in the data set
         change_stage(planned_run, **options)
         assert run.main([str(planned_run)]) == run.REFUSED
         assert text in capsys.readouterr().err
-        with pytest.raises(UserError, match=text):
-            planned(compared(tmp_path / "other", **options))
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "vit_small", **options}))
+        with pytest.raises(UserError, match=re.escape(text)):
+            planned(compared(tmp_path / "other", recipe=str(tmp_path / "recipe.yaml")))
+    with pytest.raises(UserError, match=re.escape(text)) if always else nullcontext():
+        check_sources(options, "the command line", options)
+    assert not [*(tmp_path / "data").iterdir()]
+
+
+SHARD = "p{ipe:touch RAN #,x}.tar"  # webdataset expands braces and then runs the command
+
+
+@pytest.mark.parametrize(("options", "names"), [
+    (dict(train_split=f"{SHARD}|8", val_split="x.tar|8"), []),
+    (dict(data_dir="", train_split=f"{SHARD}|8", val_split="x.tar|8"), []),
+    (dict(train_split="x.tar|8", val_split="a::pipe:touch RAN #.tar|8"), []),
+    (dict(train_split="train", val_split="x.tar|8"), [SHARD]),
+    (dict(data_dir="http://x/';touch RAN #", train_split="x.tar|8", val_split="x.tar|8"), []),
+    (dict(data_dir=".", train_split="missing.tar|8", val_split="x.tar|8"), []),
+])
+def test_shards_are_existing_files(tmp_path, monkeypatch, capsys, options, names):
+    """These tests need no webdataset: the names are checked before timm opens the data set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.tar", "a::pipe:touch RAN #.tar"):
+        (tmp_path / name).touch()
+    splits = {"train": {"filenames": names, "shard_lengths": [8], "num_samples": 8, "name": "train"}}
+    (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
+    options = {"dataset": "wds/x", "data_dir": str(tmp_path), "num_classes": 10, **options}
+    folder = one_run(tmp_path / "out")
+    change_stage(folder, **options)
+    assert run.main([str(folder)]) == run.REFUSED
+    refused = "is not a file: data sets wds/|data set 'wds/x' needs --data-dir"
+    assert re.search(refused, capsys.readouterr().err)
+    with pytest.raises(LabError, match=refused):
+        planned(compared(tmp_path / "other", **options))
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_shards_that_may_be_read(tmp_path):
+    (tmp_path / "a.tar").touch()
+    (tmp_path / "_info.json").write_text(json.dumps({"splits": {"val": {"filenames": ["a.tar"]}}}))
+    check_shards(Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="a.tar|8", val_split="val"))
 
 
 @pytest.fixture
@@ -293,6 +373,16 @@ def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, 
     plan = planned(compared(tmp_path / "out", dataset="digits", recipe="recipe.yaml", device_modules=["evil_module"]))
     assert module.exists()
     assert launcher.words_of(list(plan.runs.values())) == ["--device-modules", "evil_module"]
+
+
+def test_the_process_of_a_run_is_told_which_downloads_the_user_has_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("timm_ortho.lab.planning.plan.check", lambda request, variants: (None, [], []))
+    named = dict(dataset="hfds/x", dataset_download=True, num_classes=10)
+    folder = one_run(tmp_path / "out", **named)
+    words = launcher.words_of([RunPlan.read(folder)])
+    assert words == ["--dataset", "hfds/x", "--dataset-download"]
+    monkeypatch.setattr(run, "_train", lambda plan, folder: {"seed": 0})
+    assert run.main([str(folder), *words]) == 0
 
 
 def test_a_script_is_run_only_if_the_user_names_it(tmp_path, capfd):

@@ -21,7 +21,7 @@ from typing import List, Optional, TypeVar
 import torch
 from torch import nn
 
-from .._text import without_nan
+from .._text import whole_lines, without_nan
 from .dynamics import RecordedRow, record
 
 FILE, EVERY = "TIMM_ORTHO_RECORD", "TIMM_ORTHO_RECORD_EVERY"
@@ -58,7 +58,7 @@ def _last_step(path: Path) -> Optional[int]:
     if not path.parent.is_dir():
         raise ValueError(f"{FILE}={path}: the folder {path.parent} does not exist")
     try:
-        lines = _complete(path.read_bytes()).splitlines()
+        lines = whole_lines(path.read_bytes()).splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -67,11 +67,6 @@ def _last_step(path: Path) -> Optional[int]:
         return json.loads(lines[-1])["step"] if lines else None
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{FILE}={path} exists and is not a file of recorded rows; choose another file") from None
-
-
-def _complete(content: bytes) -> bytes:
-    """Cut off an incomplete last line, which a killed process or a full disk leaves."""
-    return content[:content.rfind(b"\n") + 1]
 
 
 class _RecordingFile:
@@ -96,7 +91,7 @@ class _RecordingFile:
 
     def _remove_incomplete_line(self) -> None:
         if not self.is_clean and self.path.exists():
-            os.truncate(self.path, len(_complete(self.path.read_bytes())))
+            os.truncate(self.path, len(whole_lines(self.path.read_bytes())))
         self.is_clean = True
 
 

@@ -1,18 +1,20 @@
 """Load a model from a repository of the Hub, or from a folder with a config.json."""
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, Tuple, Union
 
 import timm
-from timm.models import PretrainedCfg
+from timm.layers import set_layer_config
+from timm.models import model_entrypoint
 from torch import nn
 
+from .._compat import load_model_config_from_path
 from .._text import did_you_mean
 from ..hub_client.download import CacheDir, fetch, split_revision
 from ..hub_client.errors import WeightsError, check_client, check_repo_id
 from ..models.names import is_variant
-from ..weights.checks import located, naming_the_source, restore_source, safetensors_name, weights_in_folder
+from ..models.variants import create_plain
+from ..weights.checks import naming_the_source, safetensors_name, weights_in_folder
 
 
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
@@ -45,7 +47,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
             raise WeightsError(f"{name}: the folder contains no config.json")
         architecture, _ = _check_config(folder / "config.json", name)
         weights_in_folder(folder)
-        return _created(name, architecture, PretrainedCfg(source="local-dir", file=str(folder)), cache_dir, kwargs)
+        return _created(architecture, folder, {"source": "local-dir", "file": str(folder)}, cache_dir, kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
     repo_id = split_revision(hf_hub_id)[0]
     check_repo_id(repo_id, WeightsError, f"; pass a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
@@ -55,24 +57,36 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     # Use one commit for both files, even if the branch changes meanwhile. timm then finds both in the cache.
     commit = f"{repo_id}@{config.parent.name}"
     fetch(commit, filename, cache_dir)
-    cfg = PretrainedCfg(source="hf-hub", hf_hub_id=commit, hf_hub_filename=filename)
-    model = _created(f"hf-hub:{commit}", architecture, cfg, cache_dir, kwargs)
+    origin = {"source": "hf-hub", "hf_hub_id": commit, "hf_hub_filename": filename, "file": None}
+    model = _created(architecture, config.parent, origin, cache_dir, kwargs)
     vars(model)["pretrained_cfg"]["hf_hub_id"] = hf_hub_id
     return model
 
 
 def _created(
-        name: str, architecture: str, cfg: PretrainedCfg, cache_dir: CacheDir, kwargs: Dict[str, Any]) -> nn.Module:
-    """Create a model whose weights timm does not unpickle.
+        architecture: str, folder: Path, origin: Dict[str, Any], cache_dir: CacheDir, kwargs: Dict[str, Any],
+) -> nn.Module:
+    """Create a model as `timm.create_model` does. For architectures of timm too, `create` finds and checks the weights.
 
-    Variants locate their weights themselves. For any other architecture, timm would choose the file and its format.
+    Args:
+        architecture: Name of the architecture in config.json.
+        folder: The folder of config.json.
+        origin: Fields of the configuration that locate the weights.
+        cache_dir, kwargs: See `pull`.
     """
-    if is_variant(architecture):
-        return timm.create_model(name, pretrained=True, cache_dir=cache_dir, **kwargs)
-    overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), **located(cfg, cache_dir)}
-    with naming_the_source({"source": cfg.source, "hf_hub_id": cfg.hf_hub_id, "file": cfg.file}):
-        model = timm.create_model(name, pretrained=True, cache_dir=cache_dir, pretrained_cfg_overlay=overlay, **kwargs)
-    restore_source(model, replace(cfg, tag=vars(model)["pretrained_cfg"].get("tag")))
+    entry, name = (model_entrypoint(architecture), ()) if is_variant(architecture) else (create_plain, (architecture,))
+    with naming_the_source(origin):
+        cfg, _, of_file = load_model_config_from_path(folder)
+        kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        overlay = kwargs.pop("pretrained_cfg_overlay", None)
+        arguments = {**of_file, **kwargs}
+        layers = {key: arguments.pop(key, None) for key in ("scriptable", "exportable", "no_jit")}
+        # A config.json with one of these five arguments is a TypeError.
+        with set_layer_config(**layers):
+            model = entry(
+                *name, pretrained=True, pretrained_cfg={**cfg, **origin}, cache_dir=cache_dir,
+                pretrained_model_args=of_file, pretrained_cfg_overlay=overlay, **arguments)
+    vars(model)["_model_args"] = arguments  # timm's own saving reads them
     return model
 
 

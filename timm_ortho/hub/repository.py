@@ -40,7 +40,7 @@ from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.coverage import bases
 from ..models.names import base_name, is_variant
 from ..models.variant_arguments import is_variant_argument, variant_argument
-from ..runs.folders import class_names, own_modules
+from ..runs.folders import check_sources, class_names, is_local, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
 from ..skips import SKIPS
 from ..skips.rewrites import ChangeOfBasis
@@ -349,13 +349,14 @@ def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
     """Return the class names of the run's data set if it still exists at the path in the options."""
     root = options.get("data_dir") or options.get("data")
     name = options.get("dataset") or ""
-    if not root or not Path(root).is_dir() or name.lower().partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
+    if not root or not Path(root).is_dir() or not is_local(name) or name.lower().startswith("wds/"):
         return None
     try:
+        check_sources({**options, "dataset_download": False, "pretrained": False}, "the run", {})
         return class_names(create_dataset(
             name, root=root, split=options.get("val_split") or "validation", is_training=False,
             class_map=options.get("class_map") or ""))
-    except (RuntimeError, OSError, AssertionError, ValueError, ImportError):
+    except (UserError, RuntimeError, OSError, AssertionError, ValueError, ImportError):
         return None  # the data set was moved or is incomplete; class names are optional
 
 

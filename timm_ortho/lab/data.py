@@ -3,8 +3,11 @@
 `DataStream` separates the random numbers of the loaders (order, augmentation, mixup) from the model's random numbers.
 Runs with the same seed therefore see the same batches, even if their models draw random numbers.
 """
+import json
 import math
+import os
 import random
+import re
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
 from .._text import error_text
-from ..runs.folders import class_names
+from ..runs.folders import TORCH_FOLDERS, class_names
 from . import LabError, device_images, one_line
 from .image_folder import (
     LAYOUT,
@@ -35,16 +38,6 @@ from .image_folder import (
     is_torchvision_folder,
     refuse_shared_images,
 )
-
-# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
-_FOLDERS = {
-    "cifar10": "cifar-10-batches-py",
-    "cifar100": "cifar-100-python",
-    "mnist": "MNIST/raw",
-    "kmnist": "KMNIST/raw",
-    "qmnist": "QMNIST/raw",
-    "fashion_mnist": "FashionMNIST/raw",
-}
 
 _CACHE_BYTES = 2**30  # a split is kept in memory if its images, all of the first one's size, would need at most this
 
@@ -173,9 +166,10 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
         LabError: The data set cannot be opened, or its images cannot be used for training and validation.
     """
     kind = options.dataset.partition("/")[0]
-    if not options.data_dir and kind not in ("digits", *READERS):
+    if not options.data_dir and (kind == "wds" or kind not in ("digits", *READERS)):
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
+    check_shards(options)
     val_split = find_splits(options, hold_out) if is_image_folder(options) else options.val_split
     train = _open(options, options.train_split, True)
     check_classes(options, options.train_split, train)
@@ -199,12 +193,39 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
                   digest)
 
 
+# Paths in which webdataset expands nothing, and which it does not take for a URL or a shell command.
+_PLAIN_PATH = re.compile(r"[\w/. ,=+-]+")
+
+
+def check_shards(options: Namespace) -> None:
+    """Raise a LabError unless the shards of a data set `wds/NAME` are files on this machine.
+
+    timm reads the names of the shards from the splits or from a file in the folder. webdataset runs some as commands.
+    """
+    if not options.dataset.lower().startswith("wds/"):
+        return
+    folder = options.data_dir
+    shards = [split.partition("|")[0] for split in (options.train_split, options.val_split)
+              if "tar" in split or ".." in split]  # timm takes all other splits for names of splits in these files:
+    try:
+        for path in (path for name in ("_info.json", "info.json") if (path := Path(folder, name)).is_file()):
+            splits = json.loads(path.read_text(encoding="utf-8"))["splits"].values()
+            shards += [name for split in splits for name in split["filenames"]]
+        paths = [folder, *(os.path.join(folder, name) for name in shards)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LabError(f"{path} is not timm's description of shards ({one_line(error)})") from None
+    for path in paths:
+        if not _PLAIN_PATH.fullmatch(path) or not os.path.exists(path):
+            raise LabError(f"'{path}' is not a file: data sets wds/ are read from files in --data-dir, one for each "
+                           "split or those that _info.json lists, whose paths contain no special characters")
+
+
 def _validation_name(options: Namespace, val_split: str, validation: Any) -> str:
     """Return the name of the validation images for reports. Data sets without a validation split use their test set."""
     if is_image_folder(options):
         return Path(getattr(validation, "reader", validation).root).name
     kind, _, name = options.dataset.partition("/")
-    return "test" if kind == "digits" or name in _FOLDERS else val_split
+    return "test" if kind == "digits" or name in TORCH_FOLDERS else val_split
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
@@ -267,11 +288,11 @@ def _where(options: Namespace) -> str:
     root = options.data_dir or "DATA_DIR"
     if is_image_folder(options):
         return f"{LAYOUT} of {root}"
-    if kind == "torch" and name in _FOLDERS:
-        return (f"timm expects its files in {Path(root) / _FOLDERS[name]}: put them there, change --data-dir, or "
+    if kind == "torch" and name in TORCH_FOLDERS:
+        return (f"timm expects its files in {Path(root) / TORCH_FOLDERS[name]}: put them there, change --data-dir, or "
                 "download them with --option dataset_download=true")
     if kind == "torch":
-        known = ", ".join(f"torch/{name}" for name in _FOLDERS)
+        known = ", ".join(f"torch/{name}" for name in TORCH_FOLDERS)
         return (f"timm expects torchvision's files in {root}; with --option dataset_download=true, timm can download "
                 f"{known}")
     return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"

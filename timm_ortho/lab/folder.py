@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 from .._text import finite, without_nan
-from .._yaml import YAMLError, dump_yaml, load_yaml
+from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..runs.card_values import CARD, CardValues
 from ..runs.folders import json_lines, read_history
 from ..runs.provenance import PRIVATE
@@ -228,8 +228,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
-    """Return the contents of a YAML file. The error for a damaged file ends with the advice."""
-    return read_as(path, load_yaml, advice)
+    """Return the contents of a YAML file that a program wrote. The error for a damaged file ends with the advice."""
+    return read_as(path, load_written_yaml, advice)
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:

@@ -20,7 +20,7 @@ from ..runs.folders import class_names
 from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
-READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that need no --data-dir
+READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that are neither folders nor torchvision's
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
 
 

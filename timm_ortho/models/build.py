@@ -2,7 +2,7 @@
 import sys
 from copy import copy
 from functools import partial
-from typing import Any, Callable, Dict, Union
+from typing import Any, Callable, Dict, Optional, Union
 
 from timm.models import (
     PretrainedCfg,
@@ -15,24 +15,24 @@ from timm.models import (
 )
 from torch import nn
 
-from .._compat import adapt_model_from_file
+from .._compat import adapt_model_from_file, takes_source_arguments
 from ..convert import connect
 from ..diagnostics import record_if_requested
 from ..hub_client.errors import WeightsError
-from ..weights.checks import checked, located, naming_the_source, restore_source
+from ..weights.checks import check_classes, check_finite, checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
 from .names import SUFFIXES, base_name
 from .variant_arguments import pop_connect_arguments
 
 
 def create(
-        name: str, default: str, entry: Callable[..., nn.Module], /, pretrained: bool = False,
+        name: str, default: Optional[str], entry: Callable[..., nn.Module], /, pretrained: bool = False,
         pretrained_cfg: Union[str, Dict, PretrainedCfg, None] = None, **kwargs) -> nn.Module:
-    """Build a variant and load its weights.
+    """Build a variant, or a model without connections, and load its weights.
 
     Args:
-        name: Name of the variant.
-        default: Connection if ``kwargs`` contains no ``connection``.
+        name: Name of the model.
+        default: Connection if ``kwargs`` contains no ``connection``. None: the model gets no connections.
         entry: Builds the model. Called with a replacement of ``build_model_with_cfg`` and the arguments of timm's entry
             points.
         pretrained: Whether to load weights.
@@ -43,41 +43,50 @@ def create(
         ValueError: A value is wrong, or an argument that begins with ``connection`` or ``skip_`` is unknown.
         WeightsError: The weights cannot be downloaded or do not fit, or a config.json is wrong.
     """
+    of_file = kwargs.pop("pretrained_model_args", None)
     with naming_the_source(pretrained_cfg):
-        arguments = pop_connect_arguments(kwargs, default)
+        if pretrained and of_file is not None:
+            check_classes(resolve_pretrained_cfg(name, pretrained_cfg), of_file)
+        arguments = pop_connect_arguments(kwargs, default) if default else None
         own_cfg = _own_pretrained_cfg(name, pretrained_cfg)
         cfg = resolve_pretrained_cfg(name, own_cfg, kwargs.get("pretrained_cfg_overlay"))
         if pretrained:
-            _refuse_weights_of_timm(name, arguments["connection"], cfg)
+            if arguments:
+                _refuse_weights_of_timm(name, arguments["connection"], cfg)
             overlay = {**(kwargs.get("pretrained_cfg_overlay") or {}), **located(cfg, kwargs.get("cache_dir"))}
             kwargs["pretrained_cfg_overlay"] = overlay
 
-        is_connected = False
+        is_checked = False
 
         def build(
                 model_cls: Callable[..., nn.Module], variant: str, *args, pretrained_filter_fn=None, pruned=False,
                 **kwargs) -> nn.Module:
-            nonlocal is_connected
-            is_connected = True
+            nonlocal is_checked
+            is_checked = True
 
             # Connect before weights are loaded, so that the parameters of connections are loaded too. Connect before
             # features_only drops blocks, so that block indices count all blocks.
             def construct(*args, **kwargs) -> nn.Module:
                 model = model_cls(*args, **kwargs)
-                return connect(adapt_model_from_file(model, variant) if pruned else model, **arguments)
+                model = adapt_model_from_file(model, variant) if pruned else model
+                return connect(model, **arguments) if arguments else model
 
             filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
             return build_model_with_cfg(construct, variant, *args, pretrained_filter_fn=filter_fn, **kwargs)
 
+        if takes_source_arguments:
+            kwargs["pretrained_model_args"] = of_file
         model = entry(build, pretrained=pretrained, pretrained_cfg=own_cfg, **kwargs)
         # Some entry points bypass build_model_with_cfg (use_naflex=True): connect their models here.
-        model = model if is_connected else connect(model, **arguments)
+        model = model if is_checked or not arguments else connect(model, **arguments)
+    if pretrained:
+        check_finite(model, cfg, is_checked)
     restore_source(model, cfg)
     if pretrained and cfg.hf_hub_id and not cfg.file:
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # for model cards
     # timm stores these arguments only from 1.0.31 on, and only in create_model.
     model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
-    return record_if_requested(model)
+    return record_if_requested(model) if arguments else model
 
 
 def _refuse_weights_of_timm(name: str, connection: str, cfg: PretrainedCfg) -> None:

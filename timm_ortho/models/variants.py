@@ -41,6 +41,19 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
+def create_plain(architecture: str, **kwargs) -> nn.Module:
+    """Build an architecture without connections. Its weights are checked like those of a variant.
+
+    Args:
+        architecture: Name of a registered architecture that is not a variant.
+        kwargs: See :func:`timm_ortho.models.build.create`.
+    """
+    def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+        return _entered(model_entrypoint(architecture), build, kwargs)
+
+    return create(architecture, None, entry, **kwargs)
+
+
 def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
     """Call an entry point of timm with ``build`` instead of ``build_model_with_cfg``.
 

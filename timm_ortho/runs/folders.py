@@ -2,22 +2,23 @@
 import csv
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
-from .._text import UserError, error_text, without_nan
+from .._text import UserError, error_text, whole_lines, without_nan
 
 
-def read_history(folder: Path) -> list[dict]:
+def read_history(folder: Path, finished: bool = False) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
     If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows of this epoch and of later epochs.
+    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is incomplete
+    and is skipped.
 
     Args:
         folder: Folder of the run.
+        finished: Whether an incomplete row is an error, because nothing will complete it.
 
     Returns:
         A dict for each epoch, empty if there is no file.
@@ -30,8 +31,10 @@ def read_history(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
+        text = path.read_text(encoding="utf-8")
+        if finished and text != whole_lines(text):
+            raise UserError(f"{path} is incomplete, because its last line has no newline: copy it again or remove it")
+        rows = [row for row in csv.DictReader(whole_lines(text).splitlines()) if (row["epoch"] or "").isdecimal()]
         for row in rows:
             epoch = int(row["epoch"])
             history = [earlier for earlier in history if earlier["epoch"] < epoch]
@@ -48,7 +51,7 @@ def json_lines(text: str) -> list[dict]:
     >>> json_lines('{"epoch": 0}\\n{"epo')
     [{'epoch': 0}]
     """
-    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in whole_lines(text).splitlines()]
 
 
 def class_names(dataset: Any) -> Optional[list[str]]:
@@ -80,10 +83,11 @@ def own_modules(modules: Modules) -> list[str]:
     return [module for module in _listed(modules) if module.partition(".")[0] != "timm_ortho"]
 
 
-def check_options(options: Mapping[str, Any], source: str) -> None:
-    """Raise a UserError for options of timm's `train.py` that could run code which the user has not chosen.
+def check_modules(options: Mapping[str, Any], source: str) -> None:
+    """Raise a UserError if options of timm's `train.py` name modules that the user has not chosen.
 
-    Another person may have written the options, for example in a run's folder. Modules of this package are imported.
+    Their code would run, and another person may have written the options, for example in a run's folder. Modules of
+    this package are imported.
 
     Args:
         options: timm's options by name.
@@ -95,15 +99,51 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
             raise UserError(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
                             f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
     import_modules(modules)  # the modules of this package
-    class_map = options.get("class_map")
+
+
+# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
+TORCH_FOLDERS = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "mnist": "MNIST/raw",
+    "kmnist": "KMNIST/raw",
+    "qmnist": "QMNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+}
+
+
+def is_local(dataset: str) -> bool:
+    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked.
+
+    >>> is_local("torch/mnist"), is_local("torch/imagenet"), is_local("hfds/mnist")
+    (True, False, False)
+    """
+    kind, _, name = dataset.lower().partition("/")
+    if kind == "torch":
+        return name in (*TORCH_FOLDERS, "image_folder", "folder")
+    return kind not in ("hfds", "hfids", "tfds")
+
+
+def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
+    """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
+
+    Args:
+        options: timm's options by name. Another person may have written them.
+        source: The file or folder of the options, for the message.
+        named: timm's options on the command line.
+    """
+    class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
     if class_map and not str(class_map).lower().endswith(".txt"):
         raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
-    data = str(options.get("data_dir") or options.get("data") or "")
-    index = os.path.join(os.path.dirname(data), f"_{Path(data).stem}_tarinfos.pickle")
-    if data.lower().endswith(".tar") and os.path.exists(index):
-        raise UserError(f"{index} is a pickle, whose code timm would run: remove the file")
-    streamed = [str(options.get(key)) for key in ("data_dir", "data", "train_split", "val_split")]
-    if str(options.get("dataset")).lower().startswith("wds/") and any("pipe:" in value for value in streamed):
-        raise UserError("webdataset would run the command after 'pipe:': set data_dir and the splits to files")
     if options.get("dataset_trust_remote_code"):
         raise UserError("code of data sets is never run: remove the option dataset_trust_remote_code")
+    if not is_local(dataset) and dataset != named.get("dataset"):
+        raise UserError(f"data set '{dataset}' of {source} would write files: if you trust it, name it on the command "
+                        f"line (--dataset {dataset})")
+    if options.get("dataset_download") and not named.get("dataset_download"):
+        raise UserError(f"option 'dataset_download' of {source} has no effect in a file: set it on the command line "
+                        "(--option dataset_download=true)")
+    chosen = {"cache_dir", "pretrained_cfg", "pretrained_cfg_overlay"}.intersection(options.get("model_kwargs") or {})
+    if options.get("pretrained") and chosen:
+        raise UserError(f"model_kwargs of {source} choose the source of weights ({min(chosen)}): use the option "
+                        "pretrained_path, which is a file")

@@ -20,12 +20,12 @@ from torch import nn
 
 from .._images import data_config
 from .._text import error_text
-from .._yaml import YAMLError, load_yaml
+from .._yaml import YAMLError, load_written_yaml
 from ..hub_client.errors import WeightsError
 from ..models.variant_arguments import is_variant_argument
 from ..weights.files import load_checkpoint
 from .card_values import CardValues, RunError, read_card_values
-from .folders import check_options, read_history
+from .folders import check_modules, read_history
 
 _BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 
@@ -113,7 +113,7 @@ class CheckpointRun(Run):
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
-        self.history = read_history(folder)
+        self.history = read_history(folder, finished=True)
 
 
 # -------------------------------------------------------------------------------------------- the model
@@ -127,12 +127,14 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
     Raises:
         RunError: The model cannot be built, or the weights do not fit it.
-        UserError: The options could run code, see :func:`timm_ortho.runs.folders.check_options`.
+        UserError: The options name modules, see :func:`timm_ortho.runs.folders.check_modules`.
     """
     options = run.options
-    check_options(options, str(run.path.parent))
+    check_modules(options, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
+    if ":" in name:  # hf-hub:me/my-model, which timm would download
+        raise RunError(f"the model '{name}' of {run.path} is not an architecture; {_BY_HAND}")
     if name != options["model"]:
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
     try:
@@ -237,7 +239,7 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
 
 def _read_mapping(file: Path) -> dict[str, Any]:
     try:
-        values = load_yaml(file.read_text(encoding="utf-8"))
+        values = load_written_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise RunError(f"{file} cannot be read ({error_text(error)})") from None
     if not isinstance(values, dict):

@@ -8,7 +8,7 @@ import warnings
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path, PureWindowsPath
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
@@ -155,8 +155,9 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         arguments: Arguments of ``build_model_with_cfg``.
 
     Returns:
-        A filter that raises WeightsError if a tensor is missing, surplus, not finite, or has another shape. It warns if
-        timm replaces a classifier that would fit.
+        A filter that raises WeightsError if a tensor is missing or has another shape. Surplus tensors are an error too,
+        unless timm's entry point or the caller sets ``pretrained_strict=False``. The filter warns if timm replaces a
+        classifier that would fit.
     """
     source = _source_name(cfg.source, cfg.hf_hub_id, cfg.file)
 
@@ -170,33 +171,73 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         own = model.state_dict()
         if not any(map(_is_learned_connection, state_dict)):
             state_dict = {**state_dict, **{name: own[name] for name in own if _is_learned_connection(name)}}
-        is_adapted = bool(arguments.get("features_only")) or model.num_classes != cfg.num_classes
+        classes = getattr(model, "num_classes", 0)  # models of features may lack this attribute
+        is_adapted = bool(arguments.get("features_only")) or classes != cfg.num_classes
         problems = [
-            *(_other_names(state_dict, own, is_adapted) if arguments.get("pretrained_strict", True) else ()),
+            *_other_names(state_dict, own, cfg, is_adapted, arguments.get("pretrained_strict", True)),
             *_other_shapes(state_dict, own, cfg, is_adapted),
-            *_not_finite(state_dict),
         ]
         if problems:
-            raise WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {'; '.join(problems)}")
-        if model.num_classes != cfg.num_classes and not arguments.get("features_only"):
-            _warn_of_new_classifier(source, state_dict, own, cfg, model.num_classes)
+            raise _misfit(cfg, "; ".join(problems))
+        if classes != cfg.num_classes and not arguments.get("features_only"):
+            _warn_of_new_classifier(source, state_dict, own, cfg, classes)
         return state_dict
 
     return filtered
+
+
+def _misfit(cfg: PretrainedCfg, problems: str) -> WeightsError:
+    source = _source_name(cfg.source, cfg.hf_hub_id, cfg.file)
+    return WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {problems}")
+
+
+def check_classes(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
+    """Raise WeightsError for two or negative numbers of classes in a config.json: timm would make a random classifier.
+
+    Args:
+        cfg: Configuration with the number of classes at the top level of the file.
+        arguments: The ``model_args`` of the file.
+    """
+    classes = arguments.get("num_classes", cfg.num_classes)
+    if classes != cfg.num_classes or classes < 0:
+        raise _misfit(cfg, f"config.json has {cfg.num_classes} classes and, with its model_args, {classes}")
+
+
+def check_finite(model: nn.Module, cfg: PretrainedCfg, is_checked: bool) -> None:
+    """Raise WeightsError if loaded weights are not finite in the dtype of the model.
+
+    Args:
+        model: A model with its weights.
+        cfg: Configuration of the weights.
+        is_checked: Whether the filter of :func:`checked` was called. If not, weights may be missing: also an error.
+    """
+    if not is_checked:
+        raise _misfit(cfg, "they cannot be checked, because its entry point calls no build_model_with_cfg of timm")
+    tensors = {name: t for name, t in model.state_dict().items() if not is_lazy(t) and t.is_floating_point()}
+    counts = {name: int((~t.isfinite()).sum()) for name, t in tensors.items()}
+    names = [f"{name} ({count} of {tensors[name].numel()} values)" for name, count in counts.items() if count]
+    if names:
+        raise _misfit(cfg, f"not finite: {_some(names)}")
 
 
 def _is_learned_connection(name: str) -> bool:
     return ".connection_" in name
 
 
-def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapted: bool) -> Iterator[str]:
-    """Describe missing and surplus tensors, except BatchNorm's counter, which PyTorch creates if it is missing."""
+def _other_names(
+        state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool,
+        is_strict: bool) -> Iterator[str]:
+    """Describe missing and surplus tensors, except BatchNorm's counter, which PyTorch creates if it is missing.
+
+    Surplus tensors are described only if `is_strict`.
+    """
     missing = [name for name in own if name not in state_dict and not name.endswith(".num_batches_tracked")]
     surplus = [name for name in state_dict if name not in own]
     renamed = _NORMS if any(name.startswith(_NORMS) for name in surplus) else ()
-    for problem, names, allowed in (("missing", missing, _HEADS + renamed), ("surplus", surplus, _HEADS + _NORMS)):
+    heads = _HEADS + _classifiers(cfg)
+    for problem, names, allowed in (("missing", missing, heads + renamed), ("surplus", surplus, heads + _NORMS)):
         names = [name for name in names if not (is_adapted and name.startswith(allowed))]
-        if names:
+        if names and (is_strict or problem == "missing"):
             yield f"{problem}: {_some(names)}"
 
 
@@ -235,14 +276,6 @@ def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:
     """Return the prefixes of the classifiers' tensors."""
     names = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     return tuple(f"{name}." for name in names)
-
-
-def _not_finite(state_dict: Dict[str, Tensor]) -> Iterator[str]:
-    tensors = {name: t for name, t in state_dict.items() if not is_lazy(t) and t.is_floating_point()}
-    counts = {name: int((~t.isfinite()).sum()) for name, t in tensors.items()}
-    names = [f"{name} ({count} of {state_dict[name].numel()} values)" for name, count in counts.items() if count]
-    if names:
-        yield f"not finite: {_some(names)}"
 
 
 def _some(names: List[str], most: int = 3) -> str:

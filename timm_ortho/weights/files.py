@@ -4,6 +4,8 @@ timm before 1.0.26 unpickles checkpoints with ``weights_only=False``, which runs
 """
 import pickle
 import re
+import warnings
+import zipfile
 from argparse import Namespace
 from os import PathLike
 from pathlib import Path
@@ -26,7 +28,7 @@ def load_checkpoint(path: Path_) -> Any:
     """Return the contents of a checkpoint, on the CPU.
 
     A safetensors file contains tensors. Any other file is read by torch's restricted unpickler, which accepts tensors,
-    plain values and the Namespace in which timm stores its options.
+    plain values and the Namespace in which timm stores its options. A file without checksums is read with a warning.
 
     Raises:
         OSError: The file cannot be opened.
@@ -37,6 +39,7 @@ def load_checkpoint(path: Path_) -> Any:
     try:
         if str(path).endswith(".safetensors"):
             return load_file(path)
+        _verify(path)
         with torch.serialization.safe_globals([*missing]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
@@ -45,12 +48,23 @@ def load_checkpoint(path: Path_) -> Any:
         raise WeightsError(f"{path} cannot be read as a checkpoint ({_reason(error)})") from None
 
 
+def _verify(path: Path_) -> None:
+    """Compare the contents of a zip file with its checksums, which `torch.load` ignores."""
+    if not zipfile.is_zipfile(path):  # files of torch before 1.6 have no checksums
+        return
+    with zipfile.ZipFile(path) as file:
+        if not any(entry.CRC for entry in file.infolist()):  # torch.serialization.set_crc32_options(False)
+            warnings.warn(f"{path} was saved without checksums, so damage to it would not be noticed", stacklevel=3)
+        elif damaged := file.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+
+
 def _reason(error: Exception) -> str:
     """Return the reason of an error. torch's own text recommends `weights_only=False`, which would run the code."""
     name = re.search(r"(?:GLOBAL|class|function) (\S+\.\S+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and name:
         return f"it is a pickle that calls {name[1].rstrip('`,')}, and only tensors and plain values are unpickled"
-    if isinstance(error, (pickle.UnpicklingError, SafetensorError)):
+    if isinstance(error, (pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile)):
         return "it is damaged or not a checkpoint"
     return error_text(error, named=True)
 

@@ -19,7 +19,7 @@ from ... import __version__
 from ..._text import file_name
 from ..._yaml import dump_yaml
 from ...models.names import base_name
-from ...runs.folders import import_modules
+from ...runs.folders import check_sources, import_modules
 from .. import LabError, refuse_links, write_text
 from ..data import Source
 from ..folder import PLAN, RESULT, SWITCHED, RunPlan, Stage, read_yaml
@@ -138,6 +138,8 @@ def plan(request: Request) -> StudyPlan:
     if requested.get("data_dir") and first.options.dataset == "digits":
         raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset NAME, or "
                        "--dataset '' for an image folder")
+    for variant in variants:
+        check_sources(vars(variant.options), f"study '{design.name}' or recipe '{variant.recipe}'", request.options)
     seeds = request.seed_list(first.options.seed)
     source, sizes, memory = check(request, variants)
     points, runs = points_of(request, variants, seeds)

@@ -15,7 +15,7 @@ import timm
 from ..._text import did_you_mean
 from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
-from ...runs.folders import check_options
+from ...runs.folders import check_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..train_options import RANGES, defaults, known_options
 
@@ -81,7 +81,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, source: str = "the 
     options = resolve(values)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    check_options(vars(options), source if "device_modules" in requested else f"recipe '{name}'")
+    check_modules(vars(options), source if "device_modules" in requested else f"recipe '{name}'")
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
         # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has

@@ -100,7 +100,7 @@ def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
 
 def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
     """Return a run that the user trained with `train.py`, and the index of the study that it matches."""
-    rows = read_history(folder)
+    rows = read_history(folder, finished=True)
     if not (folder / "args.yaml").is_file() or not rows:
         raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
     if not all("eval_top1" in row for row in rows):

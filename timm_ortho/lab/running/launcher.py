@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..._compat import submission_script
 from ..._text import error_text
-from ...runs.folders import own_modules
+from ...runs.folders import is_local, own_modules
 from .. import LabError
 from ..folder import (
     LOG,
@@ -232,13 +232,15 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 
 def words_of(runs: Sequence[RunPlan]) -> list[str]:
-    """Return the options of `lab.running.run` that name the script and the modules of runs of one study.
+    """Return the options of `lab.running.run` that name the script, the modules and a download of runs of one study.
 
     The plans contain these names too, but a run's process does not trust the files that it reads.
     """
-    script = runs[0].script
+    script, options = runs[0].script, runs[0].stages[0].options
+    data = [] if is_local(options["dataset"]) else ["--dataset", options["dataset"]]
+    data += ["--dataset-download"] if options.get("dataset_download") else []
     modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
-    return [*(["--train-py", script] if script else []), *(["--device-modules", *modules] if modules else [])]
+    return [*(["--train-py", script] if script else []), *data, *(["--device-modules", *modules] if modules else [])]
 
 
 def _work(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:

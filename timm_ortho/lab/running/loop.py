@@ -26,6 +26,7 @@ from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
 from torch import nn
+from torch.utils.serialization import config as serialization_config
 
 from ..._images import data_config
 from ..._text import error_text
@@ -233,7 +234,8 @@ class Training:
             "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
                         for path in map(self.folder.joinpath, self.growing) if path.exists()},
             **{name: part.state_dict() for name, part in self._parts().items()}}
-        with whole_file(self.checkpoint) as file:
+        # a module of the user may have switched the checksums off, which `load_checkpoint` needs
+        with whole_file(self.checkpoint) as file, serialization_config.patch("save.compute_crc32", True):
             torch.save(checkpoint, file)
 
     def _resume(self) -> tuple[int, dict[str, int]]:

@@ -13,7 +13,8 @@ from argparse import Namespace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
-from typing import Optional, Sequence
+from types import MappingProxyType
+from typing import Any, Mapping, Optional, Sequence
 
 import torch
 from timm.models import clean_state_dict
@@ -24,7 +25,7 @@ from ..._text import UserError, error_text
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...models.names import is_variant
-from ...runs.folders import check_options, import_modules
+from ...runs.folders import check_modules, check_sources, import_modules
 from ...runs.provenance import device_name, made_on
 from ...runs.trained_run import create_model
 from ...weights.files import load_checkpoint
@@ -49,11 +50,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parser.add_argument("--train-py", metavar="FILE", help="the script that trains the run, if the plan names a script")
     parser.add_argument("--device-modules", nargs="+", metavar="MODULE", help="modules to import, which the plan names")
+    parser.add_argument("--dataset", metavar="NAME", help="data set that may be downloaded or cached")
+    parser.add_argument("--dataset-download", action="store_true", help="download the data set, as the plan requests")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
         import_modules(parsed.device_modules)
-        run(parsed.folder, parsed.threads, parsed.train_py)
+        run(parsed.folder, parsed.threads, parsed.train_py, vars(parsed))
     except UserError as error:
         print(f"timm-ortho: {error}", file=sys.stderr)
         return 1 if isinstance(error, timm_script.Died) else REFUSED
@@ -63,7 +66,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
+def run(
+        folder: Path, threads: int = 1, train_py: Optional[str] = None,
+        named: Mapping[str, Any] = MappingProxyType({})) -> dict:
     """Train a run unless it is finished, and return the contents of its `result.json`.
 
     If a run has several nodes, the result is empty on all nodes except the first, which writes the run's files.
@@ -72,13 +77,14 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
         folder: The folder of the run. Another person may have written its plan, which therefore cannot choose code.
         threads: Number of CPU threads.
         train_py: The script that the plan may run.
+        named: timm's options on the command line, which allow downloads of data sets.
 
     Raises:
         UserError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
-            file of weights that could run code.
+            file of weights that could run code, or a download.
     """
     plan = RunPlan.read(folder)
-    _check(plan, folder / PLAN, train_py)
+    _check(plan, folder / PLAN, train_py, named)
     if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # not the first node
         for stage in plan.stages:
             timm_script.train(plan, stage, folder)
@@ -107,15 +113,16 @@ def run(folder: Path, threads: int = 1, train_py: Optional[str] = None) -> dict:
     return result
 
 
-def _check(plan: RunPlan, source: Path, train_py: Optional[str]) -> None:
-    """Raise a UserError if a plan would run code that the user has not chosen."""
+def _check(plan: RunPlan, source: Path, train_py: Optional[str], named: Mapping[str, Any]) -> None:
+    """Raise a UserError if a plan would run code or start downloads that the user has not chosen."""
     if plan.script not in (None, train_py):
         raise LabError(f"{source} trains with the script {plan.script}: if you trust it, name it too (--train-py "
                        f"{shlex.quote(plan.script)})")
     for options in (stage.options for stage in plan.stages):
-        check_options(options, str(source))
-        if options.get("pretrained") and not is_variant(options["model"]):  # timm would choose the file
-            raise LabError(f"{source} starts from weights of '{options['model']}', but only variants' weights are read")
+        check_modules(options, str(source))
+        check_sources(options, str(source), named)
+        if not is_variant(options["model"]):  # timm would choose the file of weights, or read a repository on the Hub
+            raise LabError(f"{source} trains '{options['model']}', which is no variant: see timm-ortho list")
         for key in ("initial_checkpoint", "pretrained_path", "resume"):  # timm's script would unpickle these files
             if plan.script is not None and options.get(key):
                 try:

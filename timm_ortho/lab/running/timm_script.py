@@ -14,7 +14,7 @@ import torch
 
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
-from ..data import open_source
+from ..data import check_shards, open_source
 from ..folder import RunPlan, Stage, with_last_words
 from ..image_folder import is_here
 from ..train_options import defaults
@@ -64,6 +64,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
 
 def _check_data(options: Namespace) -> None:
     """Check an image folder again, because the machine on which the run was planned may not have had this folder."""
+    check_shards(options)
     if is_here(options):
         split = open_source(options).val_split
         if split != options.val_split:
