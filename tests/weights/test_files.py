@@ -208,7 +208,6 @@ def change_stage(folder, model_kwargs=None, **options):
 
 REFUSED = [
     (dict(class_map="{}/evil.pkl"), "evil.pkl is not a text file: write one class name on each line of a .txt file"),
-    (dict(dataset="", data_dir="{}/images.tar"), "_images_tarinfos.pickle is a pickle, whose code timm would run"),
     (dict(dataset="wds/x", data_dir="pipe:touch executed #"), "webdataset would run the command after 'pipe:'"),
     (dict(dataset="hfds/x", dataset_trust_remote_code=True), "code of data sets is never run: remove the option"),
 ]
@@ -218,8 +217,7 @@ REFUSED = [
 def test_options_that_run_code_are_refused(tmp_path, capsys, options, text):
     options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
     folder, planned_run = timm_run(tmp_path / "run"), one_run(tmp_path / "out")
-    with (never_unpickled(tmp_path / "evil.pkl", plain_pickle),
-          never_unpickled(tmp_path / "_images_tarinfos.pickle", plain_pickle)):
+    with never_unpickled(tmp_path / "evil.pkl", plain_pickle):
         change(folder / "args.yaml", **options)
         with pytest.raises(PublishError, match=text):
             hub.export(folder, tmp_path / "out", "me/model")

@@ -9,7 +9,6 @@ from .._checks import known_name
 from .._text import UserError, did_you_mean, error_text
 from ..functional import choose_backend
 from ..model_sites import sites
-from ..models.meta import on_meta
 from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
@@ -193,7 +192,7 @@ def architecture(
         variants = {each[1:]: (base + each, {}) for each in ([suffix] if suffix else ["_ortho", "_orthog"])}
     variants |= {f"ortho_groups_{each}": (f"{base}_ortho", dict(connection_groups=each)) for each in groups}
     try:
-        with on_meta():
+        with torch.device("meta"):
             models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None

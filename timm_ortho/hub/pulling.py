@@ -10,7 +10,7 @@ from torch import nn
 
 from .._text import did_you_mean
 from ..hub_client.download import CacheDir, fetch, split_revision
-from ..hub_client.errors import WeightsError, check_client, check_repo_id
+from ..hub_client.errors import WeightsError, check_repo_id
 from ..models.names import is_variant
 from ..weights.checks import located, naming_the_source, restore_source, safetensors_name, weights_in_folder
 
@@ -49,7 +49,6 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     hf_hub_id = name.removeprefix("hf-hub:")
     repo_id = split_revision(hf_hub_id)[0]
     check_repo_id(repo_id, WeightsError, f"; pass a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
-    check_client(WeightsError)
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     architecture, filename = _check_config(config, f"hf-hub:{hf_hub_id}")
     # Use one commit for both files, even if the branch changes meanwhile. timm then finds both in the cache.

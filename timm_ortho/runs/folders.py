@@ -2,7 +2,6 @@
 import csv
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
@@ -98,10 +97,6 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
     class_map = options.get("class_map")
     if class_map and not str(class_map).lower().endswith(".txt"):
         raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
-    data = str(options.get("data_dir") or options.get("data") or "")
-    index = os.path.join(os.path.dirname(data), f"_{Path(data).stem}_tarinfos.pickle")
-    if data.lower().endswith(".tar") and os.path.exists(index):
-        raise UserError(f"{index} is a pickle, whose code timm would run: remove the file")
     streamed = [str(options.get(key)) for key in ("data_dir", "data", "train_split", "val_split")]
     if str(options.get("dataset")).lower().startswith("wds/") and any("pipe:" in value for value in streamed):
         raise UserError("webdataset would run the command after 'pipe:': set data_dir and the splits to files")
