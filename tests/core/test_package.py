@@ -137,7 +137,7 @@ def dotted(text):
     names = re.findall(r"\btimm_ortho(?:\.[A-Za-z_]\w*)+", text)
     for imported in re.findall(r"from timm_ortho import ([\w, ]+)", text):
         for name in imported.split(", "):
-            names += [f"timm_ortho.{name}", *(f"timm_ortho.{used}" for used in re.findall(rf"\b{name}\.\w+", text))]
+            names += [f"timm_ortho.{name}", *(f"timm_ortho.{used}" for used in re.findall(rf"\b{name}\.(?!py\b)\w+", text))]
     return sorted(set(names))
 
 
