@@ -5,7 +5,7 @@
     python -m scripts.checks.same --only TEXT ...      only names with TEXT, such as timm/test_vit or results/studies/
 
 The models are those of the tests' tables, with every registered connection and some of their arguments. Hashes are
-equal only on one machine with equal releases of torch and the libraries. All names take three minutes on two idle cores.
+equal only on one machine with equal releases of torch and the libraries. All names take 3 minutes on two idle cores.
 For another checkout, set PYTHONPATH to it and run this file by its path.
 """
 import argparse
