@@ -1,5 +1,7 @@
-"""Test that files of another person run no code, also with the oldest timm, which would unpickle checkpoints."""
+"""Test that files of another person run no code."""
+import pickle
 import sys
+import tarfile
 from argparse import Namespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from helpers.pickles import Evil, never_unpickled, plain_pickle
 from helpers.tiny_study import compared, one_run, planned
 from helpers.trained_runs import timm_run
 from safetensors.torch import save_file
+from timm.data.readers.reader_image_in_tar import extract_tarinfos
 
 import timm_ortho
 from timm_ortho import cli, hub
@@ -226,6 +229,14 @@ def test_options_that_run_code_are_refused(tmp_path, capsys, options, text):
         assert text in capsys.readouterr().err
         with pytest.raises(UserError, match=text):
             planned(compared(tmp_path / "other", **options))
+
+
+def test_timm_refuses_an_index_of_a_tar_file_that_calls_functions(tmp_path):
+    """timm reads the index beside a large tar file; here, `cache_tarinfo` makes it read the index of an empty file."""
+    tarfile.open(tmp_path / "images.tar", "w").close()
+    with (never_unpickled(tmp_path / "_images_tarinfos.pickle", plain_pickle),
+          pytest.raises(pickle.UnpicklingError, match="is not permitted")):
+        extract_tarinfos(str(tmp_path / "images.tar"), cache_tarinfo=True)
 
 
 @pytest.fixture
