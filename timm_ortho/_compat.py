@@ -7,10 +7,7 @@ import timm
 import torch
 from timm.data.dataset_factory import _search_split as search_split  # finds the folder of a split
 from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
-from timm.models._hub import (
-    has_hf_hub,  # whether timm can use the installed huggingface_hub
-    load_model_config_from_path,  # reads the config.json in a folder
-)
+from timm.models._hub import load_model_config_from_path  # reads the config.json in a folder
 from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -20,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOP
 
 # Names that this module only imports; ruff would report them as unused.
 __all__ = [
-    "TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "has_hf_hub", "load_model_config_from_path",
-    "search_split"]
+    "TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "load_model_config_from_path", "search_split"]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
 current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {})
@@ -34,18 +30,6 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-
-# Whether compiled code can find out that ``torch.export`` is active, also with ``strict=True``.
-compiling_differs_from_exporting = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-
-
-def _is_exporting() -> bool:
-    """Return whether ``torch.export`` is active. In torch 2.6 and 2.7, compilation counts as export.
-
-    Dynamo of torch 2.7 to 2.11 replaces ``torch.compiler.is_exporting()`` by True in all compiled code. This function
-    therefore reads the flag that ``is_exporting`` returns.
-    """
-    return torch.compiler._is_exporting_flag if compiling_differs_from_exporting else torch.compiler.is_compiling()
 
 
 def forward_mode_is_active() -> bool:
@@ -92,8 +76,12 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether ``torch.export`` or ``torch.jit.trace`` is recording."""
-    return torch.jit.is_tracing() or _is_exporting()
+    """Return whether ``torch.export`` or ``torch.jit.trace`` is recording.
+
+    Dynamo of torch 2.10 and 2.11 replaces ``torch.compiler.is_exporting()`` by True in all compiled code. This function
+    therefore reads the flag that ``is_exporting`` returns.
+    """
+    return torch.jit.is_tracing() or torch.compiler._is_exporting_flag
 
 
 def is_compiler_error(error: Exception) -> bool:

@@ -293,11 +293,7 @@ class FeatureConnection(Connection):
         if self.training and 0.0 < self.prob < 1.0:
             # float32, because bfloat16 would round the probability
             # torch.full, because x.new_full is batched under vmap, and bernoulli with randomness="same" rejects that
-            if isinstance(x, Tensor):
-                probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
-            else:  # FX: torch 2.6 does not accept a proxy as a device
-                probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)
-            drawn = torch.bernoulli(probability)
+            drawn = torch.bernoulli(torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device))
             return self.join(x, f, drawn, 1.0, attn_mask)
         return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
 

@@ -21,7 +21,6 @@ from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
 from timm_ortho.blocks import spec_of, with_norm as norms
 from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
-from timm_ortho.models.meta import on_meta
 
 NO_SUMS = "no residual additions"
 
@@ -50,7 +49,7 @@ def survey(module: str) -> dict:
     """
     covered, left_out, with_norm = {}, {}, {}
     for name in coverage.architectures(module):
-        with on_meta(), warnings.catch_warnings():
+        with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated models warn
             model = timm.create_model(name)
         try:

@@ -39,7 +39,6 @@ from timm.models import _registry
 
 import timm_ortho
 from timm_ortho.models import coverage
-from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import base_name, is_variant
 from timm_ortho.runs.folders import json_lines
 
@@ -48,7 +47,7 @@ SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; test_vit3 has LayerScale, registers and average pooling
     "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
     "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
-    "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock, from timm 1.0.23
+    "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock
     "vit_small_patch16_18x2_224_orthog",  # ParallelThingsBlock
     "deit_tiny_distilled_patch16_224_ortho",  # two heads
     "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
@@ -232,7 +231,7 @@ def timm_test_file(cache: Path) -> Path:
 
 def parameters(name: str) -> int:
     """Return the number of parameters of a model."""
-    with on_meta():
+    with torch.device("meta"):
         return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 import timm
+import torch
 from huggingface_hub import ModelCard
 from timm.models import get_pretrained_cfg
 
@@ -24,7 +25,6 @@ from timm_ortho.lab.folder import card_values
 from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.reporting.card_file import comparison
 from timm_ortho.lab.reporting.published import STUDY
-from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
 from timm_ortho.runs.trained_run import Run
 
@@ -161,7 +161,7 @@ TRAINED_ELSEWHERE: dict[str, Callable[[str], Card]] = dict.fromkeys(AUTHORS, of_
 
 def subject(name: str, **more) -> Subject:
     architecture = name.partition(".")[0]
-    with on_meta():
+    with torch.device("meta"):
         model = timm.create_model(name)
     config = {
         "architecture": architecture,

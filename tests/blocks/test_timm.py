@@ -19,7 +19,6 @@ from timm_ortho import UnsupportedModelError, connect, sites
 from timm_ortho.blocks import lookup, reached, routed, routed_class, spec_of, specs, timm as table
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
-from timm_ortho.models.meta import on_meta
 
 TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
@@ -61,12 +60,10 @@ def outputs(model, x):
     return y if isinstance(y, tuple) else (y,)
 
 
-@pytest.mark.skipif(
-    not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 some buffers are not on the meta device")
 @pytest.mark.parametrize("name", SHAPES)
 def test_streams_have_the_width_in_the_table(name):
     """Check output shapes, and the width of stream and branch at every site. Skip transforms need this width."""
-    with on_meta():
+    with torch.device("meta"):
         model, size = build(name)
         expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
     connect(model, SCOPE[name], skip="orthogonal_tp")
@@ -77,7 +74,7 @@ def test_streams_have_the_width_in_the_table(name):
         site.connection.register_forward_pre_hook(
             lambda module, inputs, key=(site.name, width): seen.update(
                 {key: [tensor.shape[module.dim] for tensor in inputs]}))
-    with on_meta():
+    with torch.device("meta"):
         assert [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))] == expected
     assert sorted(name for name, _ in seen) == sorted(site.name for site in sites(model))
     assert {key: widths for key, widths in seen.items() if set(widths) != {key[1]}} == {}
@@ -90,7 +87,7 @@ def test_every_covered_module_has_a_model_here():
 
 @pytest.mark.slow
 def test_every_row_of_the_table_has_a_model_here():
-    with on_meta():
+    with torch.device("meta"):
         models = [build(name)[0] for name in [*ALL, *SHARED_BLOCKS] if name in MADE or timm.is_model(name)]
     covered = {spec.name for model in models for module in model.modules()
              if (spec := spec_of(module)) and reached(module, spec)}
@@ -131,7 +128,7 @@ def test_sums_that_enter_a_norm_next(name, norms):
 
 # --------------------------------------------------------------------------------- additions that are not sites
 def test_blocks_without_a_sum_in_their_configuration_stay_unchanged():
-    with on_meta():
+    with torch.device("meta"):
         model = connect(timm.create_model("mobilenetv3_small_050"), "feature")
     blocks = [module for module in model.modules() if isinstance(module, efficientnet_blocks.InvertedResidual)]
     with_skip = [block for block in blocks if block.has_skip]
@@ -338,7 +335,7 @@ def test_the_global_scope_projects_each_token_of_xcits_class_attention():
 
 @pytest.mark.parametrize("name", ["vgg11", "repvgg_a0", "densenet121"])
 def test_models_without_a_stream(name):
-    with on_meta():
+    with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(UnsupportedModelError, match="no residual block found"):
         connect(model, "feature")
@@ -364,9 +361,7 @@ def test_every_covered_architecture_is_registered():
     names = set(timm.list_models())
     bases = coverage.bases()
     assert len(bases) > 1000
-    registered = {base for base in bases if {base + "_ortho", base + "_orthog"} <= names}
-    # timm 1.0.16 has architectures without a configuration.
-    assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}
+    assert {base + suffix for base in bases for suffix in ("_ortho", "_orthog")} <= names
     assert not {name for row in coverage.timm_modules() for name in row.left_out if name + "_ortho" in names}
 
 

@@ -78,8 +78,6 @@ def test_modes_and_subclasses_do_not_affect_errors_of_backends(situation):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("needed", [False, True])
 def test_export_records_the_plain_formula_for_any_backend(backend, needed):
-    if torch.__version__.startswith("2.6.") and needed:
-        pytest.skip("torch 2.6 cannot distinguish compiling from exporting")
     x, f, _ = tensors()
     with use_backend(backend):
         program = torch.export.export(FeatureConnection(), (x.requires_grad_(needed), f))

@@ -1,6 +1,5 @@
 """connect() and disconnect() convert models of supported blocks. Errors leave the model unchanged."""
 import copy
-import inspect
 import pickle
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 import timm
 import torch
 from timm.models import resnetv2, vision_transformer as vit
-from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 from timm_ortho import (
@@ -26,7 +25,6 @@ from timm_ortho import (
 from timm_ortho.blocks import routed, specs
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
-from timm_ortho.models.meta import on_meta
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 
@@ -46,19 +44,17 @@ BLOCKS = {  # one model per block class of vision_transformer.py and resnetv2.py
     "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
     "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
     "ParallelThingsBlock": lambda: tiny_vit(block_fn=vit.ParallelThingsBlock),
+    "DiffParallelScalingBlock": lambda: tiny_vit(block_fn=vit.DiffParallelScalingBlock),
     "PreActBasic": lambda: tiny_resnet(basic=True),
     "PreActBottleneck": tiny_resnet,
     "Bottleneck": lambda: tiny_resnet(preact=False),
 }
-if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
-    BLOCKS["DiffParallelScalingBlock"] = lambda: tiny_vit(block_fn=vit.DiffParallelScalingBlock)
 
 
 def test_every_block_of_the_papers_families_has_a_model_here():
     modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # blocks/test_timm.py tests other families
     names = [spec.name.rpartition(".") for spec in specs("timm")]
-    missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
-    assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
+    assert {block for module, _, block in names if module in modules} <= set(BLOCKS)
 
 
 def build(block):
@@ -162,7 +158,7 @@ def test_arguments_reach_the_connections():
 def test_hybrid_follows_device_and_dtype():
     model = connect(build("Block").double(), "hybrid")
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    with on_meta():
+    with torch.device("meta"):
         model = connect(tiny_vit(), "hybrid")
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
@@ -175,13 +171,8 @@ def decayed(model, **options):
     return {names[parameter] for group in groups for parameter in group}
 
 
-ASKING = [{}, dict(layer_decay=0.7)]
-if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:
-    # Older releases of timm ignore no_weight_decay() if filter_bias_and_bn is False.
-    ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
-
-
-@pytest.mark.parametrize("options", ASKING)
+@pytest.mark.parametrize("options", [
+    {}, dict(layer_decay=0.7), dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)])
 @pytest.mark.parametrize("kind", ["Block", "PreActBasic"])
 def test_learned_connections_get_no_weight_decay(kind, options):
     model = build(kind)
@@ -472,7 +463,7 @@ def test_bad_arguments_of_connect(kwargs, words):
      ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
 ], ids=["vgg11", "foreign", "half", "subclass", "forward of the base", "two arguments", "torch", "parametrized"])
 def test_models_that_cannot_be_converted(model, words):
-    with on_meta():
+    with torch.device("meta"):
         model = model()
     error = unchanged(model, "feature")
     assert isinstance(error, UnsupportedModelError)

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from timm_ortho import functional
-from timm_ortho._compat import compiling_differs_from_exporting
 from timm_ortho.bench.clock import saved_bytes
 from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
 from timm_ortho.update import formula
@@ -326,17 +325,15 @@ def test_compile_keeps_the_closed_form_without_a_graph_break():
     x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
     recorder = EagerAndRecordGraphs()
     y = torch.compile(Update(), fullgraph=True, backend=recorder)(x, f)
-    if compiling_differs_from_exporting:
-        assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
-        backward = recorder.graphs[0].bwd_body_0.code
-        assert "addcmul" in backward
-        assert "contiguous" not in backward  # Dynamo copies all gradients if the backward pass reads a stride
-        assert "of_x" not in backward  # the gradient of s is never needed in compiled code
+    assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
+    backward = recorder.graphs[0].bwd_body_0.code
+    assert "addcmul" in backward
+    assert "contiguous" not in backward  # Dynamo copies all gradients if the backward pass reads a stride
+    assert "of_x" not in backward  # the gradient of s is never needed in compiled code
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
 
 
-@pytest.mark.skipif(not compiling_differs_from_exporting, reason="torch 2.6 and 2.7 compile the plain formula")
 @pytest.mark.parametrize(("amp", "memory_format"), [(False, torch.contiguous_format), (True, torch.channels_last)])
 def test_compiled_code_keeps_a_few_numbers_per_projection(amp, memory_format):
     channels, images = 32, torch.randn(2, 32, 4, 4).contiguous(memory_format=memory_format)

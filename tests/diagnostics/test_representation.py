@@ -8,7 +8,6 @@ from torch import nn
 
 import timm_ortho  # registers the variants
 from timm_ortho import representation
-from timm_ortho.models.meta import on_meta
 
 
 def randn(*shape, seed=0):
@@ -166,7 +165,7 @@ def test_features_are_the_classifiers_input(loader):
 
 @pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_ortho", "test_vit_ortho", "vit_base_ortho"])
 def test_every_family_has_features(name):
-    with on_meta():
+    with torch.device("meta"):
         model = timm.create_model(name)
     size = model.pretrained_cfg["input_size"]
     with torch.no_grad():

@@ -6,11 +6,9 @@ import torch
 from timm.layers import to_2tuple
 from timm.models import get_pretrained_cfg
 
-from timm_ortho.models.meta import on_meta
-
 
 def model_on_meta(name, **kwargs):
-    with on_meta():
+    with torch.device("meta"):
         return timm.create_model(name, **kwargs)
 
 

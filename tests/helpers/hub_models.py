@@ -2,7 +2,6 @@
 import hashlib
 import re
 
-import pytest
 import timm
 import torch
 from safetensors.torch import load, save
@@ -10,9 +9,6 @@ from safetensors.torch import load, save
 from timm_ortho import sites
 
 from .hub_client import SOON
-
-needs_hub = pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="huggingface_hub is missing, or too new for timm before 1.0.21")
 
 VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])

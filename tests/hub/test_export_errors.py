@@ -3,9 +3,7 @@ import importlib
 import re
 import resource
 
-import huggingface_hub
 import pytest
-import timm
 import torch
 from helpers.exported import tiny
 from helpers.tiny_study import one_run
@@ -14,7 +12,6 @@ from helpers.trained_runs import TINY, timm_run
 import timm_ortho
 from timm_ortho import connections, hub
 from timm_ortho.hub import PublishError
-from timm_ortho.hub_client.errors import WeightsError
 
 
 def message(model, folder, repo_id="me/model", **kwargs):
@@ -113,14 +110,6 @@ def test_a_full_disk(tmp_path, monkeypatch, publish, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert re.fullmatch(f"cannot write in {tmp_path}: .*File too large.*", str(error.value))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_releases_that_do_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr("timm_ortho.hub_client.errors.has_hf_hub", lambda: False)
-    expected = f"timm {timm.__version__} cannot use huggingface_hub {huggingface_hub.__version__}: update timm"
-    assert expected in message(tiny(), tmp_path / "out")
-    with pytest.raises(WeightsError, match=re.escape(expected)):
-        timm_ortho.pull("me/model")
 
 
 def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch):

@@ -7,10 +7,8 @@ import json
 
 import pytest
 import torch
-from helpers.hub_models import MODELS, commit_changed, needs_hub, shifted, write
+from helpers.hub_models import MODELS, commit_changed, shifted, write
 from safetensors.torch import load
-
-pytestmark = needs_hub
 
 
 @pytest.mark.parametrize("repo_id", list(MODELS))

@@ -7,15 +7,13 @@ from itertools import product
 import pytest
 import timm
 import torch
-from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, check_refused, commit_changed, needs_hub, write
+from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, check_refused, commit_changed, write
 from helpers.pickles import Evil
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_ortho
 from timm_ortho.hub_client.errors import WeightsError
-
-pytestmark = needs_hub
 
 
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM, "timm.create_model('local-dir:{}', pretrained=True)",
@@ -73,7 +71,6 @@ def test_a_repository_that_names_a_file_outside_of_it_is_refused(hub, client, sa
 
 @pytest.mark.parametrize("filename", [None, "other.safetensors"])
 def test_another_architecture_is_loaded_from_the_file_that_was_checked(hub, client, tmp_path, filename):
-    """timm itself unpickles `other.safetensors` before 1.0.29."""
     model = timm.create_model("test_vit", num_classes=3)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -16,11 +16,8 @@ from helpers.hub_models import (
     SLOW_DNS,
     check_refused,
     fill_cache,
-    needs_hub,
 )
 from helpers.hub_server import HubServer
-
-pytestmark = needs_hub
 
 NO_HUB = """
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -8,9 +8,7 @@ import time
 
 import pytest
 from helpers.hub_client import HubClient
-from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, IMPORTS, check_refused, needs_hub
-
-pytestmark = needs_hub
+from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, IMPORTS, check_refused
 
 OLAH = os.environ.get("OLAH") or shutil.which("olah-cli")
 

@@ -22,7 +22,6 @@ import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import memory, recipe
-from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES, bases_with_variants
 
 ROOT = Path(__file__).parents[2]
@@ -273,7 +272,7 @@ def test_the_recipes_fit_an_architecture_of_each_of_timms_modules():
 def test_the_model_of_a_recipe_is_orthogonal(name):
     options = recipe.resolve(recipe.load(name))
     assert (options.lr, options.epochs) == (values(name)["lr"], values(name)["epochs"])
-    with on_meta():
+    with torch.device("meta"):
         model = timm.create_model(options.model, num_classes=options.num_classes, **options.model_kwargs)
     assert model.num_classes == NUMBERS["datasets"][cell(name)[1]]["classes"]
     assert timm_ortho.sites(model)

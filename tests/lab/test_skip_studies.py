@@ -3,6 +3,7 @@ import json
 
 import pytest
 import timm
+import torch
 import yaml
 from helpers.tiny_study import in_this_process
 
@@ -10,7 +11,6 @@ from timm_ortho import cli, sites
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.reporting import report
-from timm_ortho.models.meta import on_meta
 
 NUMBERS = paper.numbers()
 TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
@@ -47,7 +47,7 @@ def test_study_has_the_cells_of_the_table(name):
     for variant in found.variants({"dataset": "cifar10", "device": "cpu"}):
         assert variant.options.epochs == 300
         assert f"_{variant.cell['depth']}" in variant.options.model
-        with on_meta():
+        with torch.device("meta"):
             model = timm.create_model(variant.options.model, **variant.options.model_kwargs)
         names = {getattr(site.connection.skip, "name", "identity") for site in sites(model)}
         assert names == {variant.cell["skip"]}
@@ -61,7 +61,7 @@ def test_study_has_the_cells_of_the_table(name):
 def test_ranks_equal_the_values_of_the_axis(scale):
     data = "cifar10" if scale == "paper" else "digits"
     for variant in design.load("skip_rank", scale).variants({"dataset": data, "device": "cpu"}):
-        with on_meta():
+        with torch.device("meta"):
             model = timm.create_model(variant.options.model, **variant.options.model_kwargs)
         skips = [site.connection.skip for site in sites(model)]
         shares = {1.0 if skip is None else skip.rank / skip.width for skip in skips}

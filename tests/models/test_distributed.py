@@ -26,8 +26,7 @@ CASES = {
 if backend.why_not_triton(torch.ones(1), torch.ones(1)) is None:  # the update with its norm, in Triton's interpreter
     CASES["kernels"] = dict(connection="feature", backend="triton")
     CASES["kernels checkpointed"] = dict(connection="feature", backend="triton", checkpointing=True)
-# FSDP2 of torch 2.6 supports only GPUs.
-WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")
+WRAPPERS = ("DDP", "FSDP2")
 
 
 def create(connection, checkpointing=False, resnet=False, backend=None):
@@ -130,8 +129,6 @@ def test_checkpoint_loads_into_one_process(results, wrapper, name):
 # --------------------------------------------------------------------------------- one process, sharded blocks
 @pytest.fixture
 def group():
-    if "FSDP2" not in WRAPPERS:
-        pytest.skip("torch 2.6 supports fully_shard on GPUs only")
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     yield
     distributed.destroy_process_group()

@@ -1,5 +1,4 @@
 """Padded token sequences and images in whole models: padding does not change a sample's outputs."""
-import dataclasses
 import inspect
 
 import pytest
@@ -9,7 +8,6 @@ from helpers.padded import KEYS, LENGTHS, OF_SAMPLES, RAGGED, SQUARE, additive
 from helpers.small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
-from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
 
@@ -69,10 +67,6 @@ def collated(images, length=None):
 
 
 def naflex(name="naflexvit_base_patch16_gap_orthog", **options):
-    known = {field.name for field in dataclasses.fields(NaFlexVitCfg)}
-    unknown = [key for key in options if key not in known and not key.startswith(("connection", "skip"))]
-    if unknown or (options.get("rope_type") and "rope_grid_indexing" not in known):
-        pytest.skip(f"timm {timm.__version__} has no {unknown or 'rope_grid_indexing'}")
     torch.manual_seed(0)
     return timm.create_model(name, **{**SMALL, **options}).double()
 
@@ -128,8 +122,6 @@ def test_gradient_checkpointing_with_padding():
     assert_same(logits_and_gradients(model, [collated(images(), 20)]), expected)
 
 
-@pytest.mark.skipif(
-    not hasattr(NaFlexVit, "_forward_embeds"), reason="this release of timm keeps dropped patches in the mask")
 def test_dropped_patches():
     model = naflex(global_pool="avg", patch_drop_rate=0.5)
     assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
@@ -207,8 +199,6 @@ REFUSED = "one projection for all tokens of a sample, but the attention is causa
 def test_global_refuses_causal_attention(name, options, method):
     model, images = timm.create_model(f"{name}_orthog", **options), torch.randn(2, 3, 8, 8)
     call = getattr(model, method)
-    if "is_causal" not in inspect.signature(call).parameters:
-        pytest.skip(f"timm {timm.__version__} has no argument is_causal")
     call(images)
     with pytest.raises(ValueError, match=REFUSED):
         call(images, is_causal=True)
@@ -220,7 +210,6 @@ def test_global_refuses_causal_attention(name, options, method):
             call(images, is_causal=True)
 
 
-@pytest.mark.skipif("is_causal" not in inspect.signature(Block.forward).parameters, reason="older timm")
 def test_compiled_and_scripted_blocks_refuse_causal_attention():
     block, x = connect(Block(24, num_heads=2), "global"), torch.randn(2, 6, 24)
     for form in (torch.compile(block, backend="eager"), torch.jit.script(block)):
@@ -363,8 +352,6 @@ def test_a_mask_in_an_ordinary_vit():
 
 @pytest.mark.parametrize("connection", ["feature", "global"])
 def test_gemma(connection):
-    if not timm.is_model("gemma4_vit_167m"):
-        pytest.skip(f"timm {timm.__version__} has no gemma4_vit")
     torch.manual_seed(0)
     from timm.models.gemma4_vit import Gemma4Block
 

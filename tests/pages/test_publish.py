@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 from helpers.made_up_runs import ROWS, runs_of, study_of
@@ -160,7 +160,7 @@ def test_the_recorded_commit_precedes_the_study(tmp_path, monkeypatch):
     log = subprocess.run([*git, "log", "--format=%H"], check=True, capture_output=True, text=True)
     file = tmp_path / "study.yaml"
     file.touch()
-    noon = datetime(2026, 1, 1, 12, tzinfo=timezone.utc).timestamp()
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC).timestamp()
     os.utime(file, (noon + 3600, noon + 3600))
     monkeypatch.setattr(publish, "ROOT", repository)
     assert publish.commit_before(file) == log.stdout.split()[-1][:12]

@@ -234,11 +234,6 @@ def test_keeps_nothing_for_the_backward_pass():
 
 
 # ------------------------------------------------------------------------------------------- compilers, copies
-told_from_export = pytest.mark.skipif(
-    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot distinguish torch.compile from torch.export")
-
-
-@told_from_export
 def test_compiled_matrices_are_constants():
     torch._dynamo.reset()
     module, x, recorder = create_skip("orthogonal_random", 24), torch.randn(2, 3, 24).double(), EagerAndRecordGraphs()
@@ -246,7 +241,6 @@ def test_compiled_matrices_are_constants():
     assert torch.tensor not in [node.target for node in recorder.graphs[0].graph.nodes]
 
 
-@told_from_export
 def test_equal_transforms_share_compiled_code():
     """Two compiled modules share a graph if their transforms are equal. The random rotations of two sites differ."""
     torch._dynamo.reset()

@@ -1,7 +1,9 @@
-"""Test that files of another person run no code, also with the oldest timm, which would unpickle checkpoints."""
+"""Test that files of another person run no code."""
 import json
+import pickle
 import re
 import sys
+import tarfile
 from argparse import Namespace
 from contextlib import nullcontext
 
@@ -14,6 +16,7 @@ from helpers.pickles import Evil, never_unpickled, plain_pickle
 from helpers.tiny_study import compared, one_run, planned
 from helpers.trained_runs import timm_run
 from safetensors.torch import save_file
+from timm.data.readers.reader_image_in_tar import extract_tarinfos
 
 import timm_ortho
 from timm_ortho import cli, hub
@@ -308,6 +311,14 @@ def test_shards_that_may_be_read(tmp_path):
     (tmp_path / "a.tar").touch()
     (tmp_path / "_info.json").write_text(json.dumps({"splits": {"val": {"filenames": ["a.tar"]}}}))
     check_shards(Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="a.tar|8", val_split="val"))
+
+
+def test_timm_refuses_an_index_of_a_tar_file_that_calls_functions(tmp_path):
+    """timm reads the index beside a large tar file; here, `cache_tarinfo` makes it read the index of an empty file."""
+    tarfile.open(tmp_path / "images.tar", "w").close()
+    with (never_unpickled(tmp_path / "_images_tarinfos.pickle", plain_pickle),
+          pytest.raises(pickle.UnpicklingError, match="is not permitted")):
+        extract_tarinfos(str(tmp_path / "images.tar"), cache_tarinfo=True)
 
 
 @pytest.fixture

@@ -287,8 +287,6 @@ def test_variants_have_no_facts_about_timms_weights():
             assert set(facts) == {None}, name
 
 
-@pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="huggingface_hub is missing, or too new for timm before 1.0.24")
 def test_a_saved_configuration_has_no_local_path(tmp_path):
     model = timm.create_model("vit_test_ortho", pretrained=True)
     assert model.pretrained_cfg["tag"] == "digits"
@@ -404,10 +402,7 @@ def test_list_of_weights_without_a_match(capsys):
                      "timm-ortho list --weights\n")
 
 
-@pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="huggingface_hub is missing, or too new for timm before 1.0.24")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """huggingface_hub's cache contains model.safetensors. timm before 1.0.29 would try to unpickle this file."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})

@@ -9,7 +9,6 @@ from .._checks import known_name
 from .._text import UserError, did_you_mean, error_text
 from ..functional import choose_backend
 from ..model_sites import sites
-from ..models.meta import on_meta
 from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
@@ -195,7 +194,7 @@ def architecture(
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
     try:
-        with on_meta():
+        with torch.device("meta"):
             models = [timm.create_model(variant, **{**arguments, **own}) for variant, own in variants.values()]
             for model in models if groups else ():  # the forward pass checks the number of groups
                 model(torch.empty(batch))

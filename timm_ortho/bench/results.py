@@ -23,7 +23,7 @@ import io
 import os
 import platform
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
@@ -146,7 +146,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
         "driver": made["driver"] if gpu else "",
         "commit": made.get("commit", ""),
         "command": command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

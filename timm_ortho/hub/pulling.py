@@ -11,7 +11,7 @@ from torch import nn
 from .._compat import load_model_config_from_path
 from .._text import did_you_mean
 from ..hub_client.download import CacheDir, fetch, split_revision
-from ..hub_client.errors import WeightsError, check_client, check_repo_id
+from ..hub_client.errors import WeightsError, check_repo_id
 from ..models.names import is_variant
 from ..models.variants import create_plain
 from ..weights.checks import naming_the_source, safetensors_name, weights_in_folder
@@ -51,7 +51,6 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     hf_hub_id = name.removeprefix("hf-hub:")
     repo_id = split_revision(hf_hub_id)[0]
     check_repo_id(repo_id, WeightsError, f"; pass a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
-    check_client(WeightsError)
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     architecture, filename = _check_config(config, f"hf-hub:{hf_hub_id}")
     # Use one commit for both files, even if the branch changes meanwhile. timm then finds both in the cache.

@@ -34,7 +34,7 @@ from .._text import UserError, error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
-from ..hub_client.errors import check_client, check_repo_id, without_tokens
+from ..hub_client.errors import check_repo_id, without_tokens
 from ..models import variants
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.coverage import bases
@@ -140,7 +140,6 @@ class Publication:
             PublishError: The name is invalid, or the model cannot be published.
         """
         check_repo_id(repo_id, PublishError)
-        check_client(PublishError)
         if not isinstance(model, nn.Module):
             try:
                 run = CheckpointRun(Path(model), ema)

@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Type, TypeVar
 
-import huggingface_hub
-import timm
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,7 +20,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from .._compat import has_hf_hub
 from .._text import error_text
 
 REQUEST_TIMEOUT = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5.0)  # seconds for one request
@@ -48,13 +45,6 @@ def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") ->
     if not is_valid:
         raise error_class(f"'{repo_id}' is not the name of a repository: pass owner/name of letters, digits, '-', '_' "
                           f"and '.'{hint}")
-
-
-def check_client(error_class: Type[Exception]) -> None:
-    """Raise ``error_class`` if the installed releases of timm and huggingface_hub do not fit."""
-    if not has_hf_hub():  # timm's own error recommends to install huggingface_hub, which is installed
-        raise error_class(f"timm {timm.__version__} cannot use huggingface_hub {huggingface_hub.__version__}: update "
-                          "timm to 1.0.21 or later, or install 'huggingface-hub<2'")
 
 
 def with_timeout(function: Callable[[], T]) -> T:

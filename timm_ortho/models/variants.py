@@ -142,10 +142,7 @@ def _register_all() -> None:
     home = sys.modules[__name__]
     names = []
     for base in bases():
-        base_cfgs = sys.modules[model_entrypoint(base).__module__].default_cfgs.get(base)
-        if base_cfgs is None:  # timm 1.0.16 has no configuration vit_betwixt_patch16_gap_256
-            continue
-        _register(base, base_cfgs.default)
+        _register(base, sys.modules[model_entrypoint(base).__module__].default_cfgs[base].default)
         names += home.__all__
         home.__all__ = []  # short, because timm's registry searches this list for each new name
     home.__all__ = [*names, "register_variants"]

@@ -165,7 +165,7 @@ def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
         global_pool=options.get("gp"),
         bn_momentum=options.get("bn_momentum"),
         bn_eps=options.get("bn_eps"),
-        checkpoint_path=None,  # timm before 1.0.26 would run code in the file; in kwargs it is a TypeError
+        checkpoint_path=None,  # in kwargs it is a TypeError: a run must not name the file of its weights
         **overlay,
         **kwargs,
     )

@@ -89,7 +89,7 @@ def _times(weight: Weight, x: Tensor) -> Tensor:
 
 
 def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``y`` if necessary. torch 2.6 cannot export an in-place activation after a cast to the same dtype."""
+    """Cast ``y``; if it has the dtype, recorded graphs contain no cast."""
     return y if y.dtype == dtype else y.to(dtype)
 
 

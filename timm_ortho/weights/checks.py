@@ -35,8 +35,6 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     | any other ``file`` | its tensors as ``state_dict``, read by :func:`load_state_dict` |
     | ``state_dict`` | no changes |
 
-    timm before 1.0.29 unpickles any file that it downloads under the name ``hf_hub_filename``, even a safetensors file.
-
     Args:
         cfg: Configuration of the weights.
         cache_dir: Cache folder, huggingface_hub's by default.

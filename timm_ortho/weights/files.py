@@ -1,7 +1,4 @@
-"""Read files of weights without running code from them. The package reads every checkpoint here.
-
-timm before 1.0.26 unpickles checkpoints with ``weights_only=False``, which runs any code in them.
-"""
+"""Read files of weights without running code from them. The package reads every checkpoint here."""
 import pickle
 import re
 import warnings

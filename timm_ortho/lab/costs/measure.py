@@ -32,7 +32,6 @@ from ...convert import connect
 from ...diagnostics.dynamics import evaluation
 from ...functional import decompose
 from ...model_sites import Site, sites
-from ...models.meta import on_meta
 from ...models.skip_networks import SkipNetwork
 from ...runs.provenance import device_name
 
@@ -199,7 +198,7 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
 
 def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
     """Create a model with a connection on the meta device. The connection ``paper`` is :class:`PaperConnection`."""
-    with on_meta():
+    with torch.device("meta"):
         model = timm.create_model(f"{name}_ortho", **arguments)
         connect(model, "feature" if connection == "paper" else connection)
     for site in sites(model) if connection == "paper" else ():
@@ -224,7 +223,7 @@ def _reference(name: str) -> Optional[nn.Module]:
         The model; None for a text model if transformers is not installed.
     """
     if name == "resnet1001":  # He et al. (2016), "Identity Mappings in Deep Residual Networks": CIFAR, bottlenecks
-        with on_meta():
+        with torch.device("meta"):
             stages = dict(layers=(111, 111, 111), channels=(64, 128, 256), stem_chs=16)
             return connect(SkipNetwork(basic=False, bottle_ratio=0.25, **stages), "linear")
     if name not in _TEXT_MODELS:
@@ -233,7 +232,7 @@ def _reference(name: str) -> Optional[nn.Module]:
         return None
     class_name, config = _TEXT_MODELS[name]
     cls = getattr(import_module("transformers"), class_name)
-    with on_meta():
+    with torch.device("meta"):
         return connect(cls(cls.config_class(**config)), "linear")
 
 

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from ..._compat import fake_tensors
 from ..._images import data_config
 from ...bench.clock import saved_bytes
-from ...models.meta import on_meta
 from .. import LabError
 from ..running.loop import build_model
 from .design import Variant
@@ -85,7 +84,7 @@ def step_bytes(options: Namespace, amp: bool) -> StepBytes:
     channels = options.in_chans or 3
     trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0}
     with refused(options.model):
-        with on_meta():
+        with torch.device("meta"):
             model = build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels).train()
         size = data_config(model, vars(options), channels)["input_size"]
         two, four = (_saved_bytes(model, (images, *size), amp) for images in (2, 4))

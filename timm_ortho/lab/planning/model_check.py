@@ -52,7 +52,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
     """
     channels = options.in_chans or 3
 
-    def build() -> torch.nn.Module:  # on the CPU: timm 1.0.16 reads drop path rates from tensors, which fails on meta
+    def build() -> torch.nn.Module:
         kwargs = {**options.model_kwargs, "connection": connection}
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)

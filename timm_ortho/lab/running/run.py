@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -167,7 +167,7 @@ def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _train(plan: RunPlan, folder: Path) -> dict:

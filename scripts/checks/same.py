@@ -1,0 +1,114 @@
+"""Compare outputs and gradients of small models, and the tables of published results, before and after a change.
+
+    python -m scripts.checks.same OUT.json             write the hashes of this checkout
+    python -m scripts.checks.same --against OUT.json   print the names whose hashes differ, and exit with 1 if any do
+    python -m scripts.checks.same --only TEXT ...      only names with TEXT, such as timm/test_vit or results/studies/
+
+The models are those of the tests' tables, with every registered connection and some of their arguments. Hashes are
+equal only on one machine with equal releases of torch and the libraries. All names take 3 minutes on two idle cores.
+For another checkout, set PYTHONPATH to it and run this file by its path.
+"""
+import argparse
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from timm_ortho import cli, connect, connections
+
+sys.path.insert(0, str(Path(cli.__file__).parents[1] / "tests"))
+from helpers import library_models, small_models, text_models
+
+CHECKOUT = Path(cli.__file__).parents[1]
+OWN = {  # the package's own architectures
+    "vit_small": dict(img_size=32, embed_dim=48, depth=2, num_heads=2), "resnetv2_18_cifar": dict(layers=[1] * 4),
+    "resnetv2_50_cifar": dict(layers=[1] * 4), "skipnet_20": {}, "skipnet_20_branch4": {}, "skipnet_20_depthwise": {}}
+TIMM = [*small_models.SMALL, *small_models.LARGER, *small_models.SHARED_BLOCKS, *small_models.MADE]
+TABLES = dict(timm=TIMM, own=OWN, library=library_models.MODELS, text=text_models.TEXT)
+ARGUMENTS = {**{name: dict(connection=name) for name in connections.CONNECTIONS}, "prob": dict(prob=0.5),
+             "groups": dict(groups=2), "start": dict(connection="hybrid", start="linear"), "skip": dict(skip="scaled")}
+
+
+def built(table, name):
+    """Return a model and its inputs."""
+    torch.manual_seed(0)
+    if table == "library":
+        return library_models.MODELS[name]()
+    if table == "text":
+        ids, model = text_models.tokens(), text_models.made(name)
+        return model, (ids, None, ids) if model.config.is_encoder_decoder else (ids,)
+    own = timm.create_model(f"{name}_linear", **OWN[name]) if table == "own" else None
+    model, size = (own, 32) if own else small_models.build(name)
+    return model, (torch.randn(2, 3, size, size),)
+
+
+def tensors_of(output):
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def hashed(tensors):
+    arrays = [tensor.detach().contiguous().numpy() for tensor in tensors if tensor is not None]
+    return hashlib.sha256(b"".join(f"{a.shape}{a.dtype}".encode() + a.tobytes() for a in arrays)).hexdigest()[:16]
+
+
+def of_connection(model, inputs, arguments):
+    try:
+        model = connect(copy.deepcopy(model), **arguments)
+    except ValueError as error:  # for example `global` in a causal decoder
+        return type(error).__name__
+    torch.manual_seed(1)
+    with torch.no_grad():
+        outputs = hashed(tensors_of(model.eval()(*inputs)))
+    sum(tensor.square().sum() for tensor in tensors_of(model.train()(*inputs))).backward()
+    return f"outputs {outputs}, gradients {hashed(p.grad for _, p in sorted(model.named_parameters()))}"
+
+
+def of(name):
+    torch.set_num_threads(1)
+    if not name.startswith("model_cards"):
+        try:
+            made = built(*name.split("/", 1))
+        except pytest.skip.Exception as reason:
+            return {name: f"skipped: {reason}"}
+        return {f"{name}/{key}": of_connection(*made, arguments) for key, arguments in ARGUMENTS.items()}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        cli.main(["study", "report", str(CHECKOUT / name), "--output", folder])
+        parts = Path(folder, "report.md").read_text(encoding="utf-8").split("\n#")
+    tables = {part.split("\n")[0]: [line for line in part.split("\n") if line[:1] == "|"] for part in parts}
+    return {f"{name}/{heading}": hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+            for heading, rows in tables.items() if rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, settings in {"output": dict(nargs="?"), "--against": {}, "--only": dict(default="")}.items():
+        parser.add_argument(name, **settings)
+    args = parser.parse_args()
+    archives = [file.parent.relative_to(CHECKOUT) for file in CHECKOUT.glob("model_cards/results/*/*/study.json")]
+    names = [*(f"{table}/{name}" for table, models in TABLES.items() for name in models), *map(str, sorted(archives))]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.map(of, [name for name in names if args.only in name], chunksize=1)
+    hashes = {key: value for values in found for key, value in values.items()}
+    if args.output:
+        Path(args.output).write_text(json.dumps(hashes, indent=0))
+    if args.against:
+        known = {key: old for key, old in json.loads(Path(args.against).read_text()).items() if args.only in key}
+        differing = [key for key in {**known, **hashes} if known.get(key) != hashes.get(key)]
+        print(*(f"{key}: {known.get(key)} became {hashes.get(key)}" for key in differing), sep="\n")
+        return bool(differing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
