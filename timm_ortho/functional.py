@@ -79,9 +79,9 @@ def residual_update(
     """Return ``x + a f_par + b f_orth``, the stream plus the weighted parts of the branch output.
 
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
-    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function runs the
-    operations of :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does
-    not compile keyword-only arguments.
+    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation, and for gradients of
+    tensor subclasses such as MONAI's MetaTensor, this function runs the operations of :func:`plain_update`. Scripted
+    code must call :func:`plain_update` itself, because TorchScript does not compile keyword-only arguments.
 
     Args:
         x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64

@@ -92,9 +92,9 @@ def recorded_formula(x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int]
     n = (x * scaled).sum(dims, True) + scale * eps
     f_par = (f * scaled).sum(dims, True) / n * x
     y = x + _times(b, f - f_par)
-    if isinstance(a, Tensor):
+    if isinstance(a, Tensor):  # noqa: SIM114 TorchScript needs a case for each type
         y = y + a * f_par
-    elif a != 0.0:  # a case for each type, because TorchScript cannot compare a Union
+    elif a != 0.0:
         y = y + a * f_par
     return in_dtype(y, result)
 
@@ -122,9 +122,10 @@ def plain_update(
 ) -> Tensor:
     """Compute the update in plain operations, which autograd differentiates.
 
-    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
-    :func:`residual_update` in eager mode with the backend ``torch``: a deep network would amplify any difference in
-    rounding. Arguments are not checked.
+    Tracers, TorchScript and ``torch.func`` use this function. In eager mode, its results are bit-identical to the
+    results of :func:`residual_update` with the backend ``torch``: a deep network would amplify any difference in
+    rounding. TorchScript, ``torch.jit.trace`` and ``torch.export`` record :func:`recorded_formula`. Arguments are not
+    checked.
 
     Args:
         x: Stream, of any shape.
