@@ -75,6 +75,14 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
+def returns_views(tensor: Tensor) -> bool:
+    """Return whether operations convert their results to the tensor's class, as ``Tensor.__torch_function__`` does.
+
+    A converted result is a view. If an autograd function returns a view, autograd allows no change in place.
+    """
+    return not is_plain(tensor) and type(tensor).__torch_function__ is not torch._C._disabled_torch_function_impl
+
+
 def is_recorded() -> bool:
     """Return whether ``torch.export`` or ``torch.jit.trace`` is recording.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import has_hooks, is_intercepted, is_recorded, is_transformed, own_parameters
+from ._compat import has_hooks, is_intercepted, is_recorded, is_transformed, own_parameters, returns_views
 from .update.backend import (
     BACKENDS,
     NORMS,
@@ -79,9 +79,9 @@ def residual_update(
     """Return ``x + a f_par + b f_orth``, the stream plus the weighted parts of the branch output.
 
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
-    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function runs the
-    operations of :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does
-    not compile keyword-only arguments.
+    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation, and for gradients of
+    tensor subclasses such as MONAI's MetaTensor, this function runs the operations of :func:`plain_update`. Scripted
+    code must call :func:`plain_update` itself, because TorchScript does not compile keyword-only arguments.
 
     Args:
         x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64
@@ -152,9 +152,9 @@ def checked_update(
         return x + f
     needs_gradient = torch.is_grad_enabled() and (
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
-    if name == "torch" and not needs_gradient and not is_large(x):
+    if name == "torch" and not needs_gradient and not is_large(x) and not is_recorded():
         return formula(x, f, a, b, dims, eps)[0]
-    if is_recorded() or is_transformed():
+    if is_recorded() or is_transformed() or (needs_gradient and (returns_views(x) or returns_views(f))):
         return plain_update(x, f, a, b, dims, eps)
     if name == "torch":
         if needs_gradient:

@@ -111,6 +111,41 @@ def test_same_results(make, count, form):
     torch._dynamo.reset()
 
 
+ARITHMETIC = {f"aten.{name}" for name in ("mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "sum.dim_IntList")}
+OTHERS = {  # by the number of groups; the second set is for the weights of hybrid
+    1: set(), 3: {"aten.unflatten.int", "aten.flatten.using_ints", "aten.view.default"},
+    "hybrid": {f"aten.{name}" for name in (
+        "select.int", "clamp.default", "detach.default", "alias.default", "sin.default", "cos.default")}}
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize(("name", "arguments"), [
+    *((name, {}) for name in CONNECTIONS), *((name, dict(prob=0.5)) for name in taking("prob")),
+    *((name, dict(groups=3)) for name in taking("groups")),
+])
+def test_exported_programs_contain_only_arithmetic(name, arguments, decomposed):
+    """Core ML's converter supports neither ``addcmul`` nor the argument ``alpha`` of an addition."""
+    program = torch.export.export(create_connection(name, **arguments).eval(), (torch.ones(2, 3, WIDTH),) * 2)
+    nodes = [node for node in (program.run_decompositions() if decomposed else program).graph.nodes
+             if node.op == "call_function"]
+    allowed = ARITHMETIC | OTHERS[arguments.get("groups", 1)] | (OTHERS["hybrid"] if name == "hybrid" else set())
+    assert {str(node.target) for node in nodes} <= allowed
+    assert not any(node.kwargs for node in nodes)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_exported_programs_are_finite_after_a_conversion_to_half_precision(name, dtype):
+    """The program of a float32 model contains no casts. |x|^2 of a sample is 70,000 here, above float16's range."""
+    connection = create_connection(name)
+    x, f = torch.ones(2, 70, 1000), torch.randn(2, 70, 1000, generator=torch.Generator().manual_seed(0)) + 1
+    traced = torch.jit.trace(connection, (x, f))
+    y = traced.to(dtype)(x.to(dtype), f.to(dtype))
+    torch.testing.assert_close(y.float(), connection(x, f), rtol=0.02, atol=0.1)
+
+
 @pytest.mark.parametrize("arguments", [{}, dict(connection="hybrid", skip="orthogonal_tp")])
 def test_torch_optimizes_a_variant_for_inference(arguments):
     """torch fuses convolutions and BatchNorm in a graph, and traces the result."""

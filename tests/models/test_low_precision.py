@@ -8,8 +8,10 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torchvision.transforms.functional import to_tensor
 
 from timm_ortho import CONNECTIONS, connect, sites
+from timm_ortho.lab.data import Digits
 
 MODELS = ["test_vit", "test_convnext"]
 
@@ -75,3 +77,54 @@ def test_bfloat16(name, connection):
     assert 0 < loss < 1.5 * of_host < 0.3
     smaller.train()(images().bfloat16()).float().square().mean().backward()
     assert all(p.dtype == p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in smaller.parameters())
+
+
+# -------------------------------------------------------------------------- static int8 quantization after export
+@torch.no_grad()
+def quantized_by_xnnpack(model, some):
+    pytest.importorskip("torchao")
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())
+    for site in sites(model):
+        quantizer.set_module_type(type(site.connection), None)
+    prepared = prepare_pt2e(torch.export.export(model, (some,)).module(), quantizer)
+    prepared(some)
+    return convert_pt2e(prepared)
+
+
+def quantized_by_onnxruntime(model, some, folder):
+    from onnxruntime import InferenceSession, quantization
+
+    class Reader(quantization.CalibrationDataReader):
+        batches = iter([{"x": some.numpy()}])
+
+        def get_next(self):
+            return next(self.batches, None)
+
+    program = torch.onnx.export(model, (some,), folder / "model.onnx", input_names=["x"], dynamo=True, verbose=False)
+    exact = [node.name for node in program.model_proto.graph.node
+             if any("Connection" in entry.value for entry in node.metadata_props)]
+    quantization.quantize_static(
+        folder / "model.onnx", folder / "int8.onnx", Reader(), activation_type=quantization.QuantType.QInt8,
+        nodes_to_exclude=exact, extra_options={"ActivationSymmetric": True})
+    session = InferenceSession(folder / "int8.onnx")
+    return lambda images: torch.from_numpy(session.run(None, {"x": images.numpy()})[0])
+
+
+@pytest.mark.filterwarnings("ignore:XNNPACKQuantizer is deprecated:UserWarning")  # ExecuTorch contains the same code
+@pytest.mark.parametrize("quantizer", ["XNNPACK", "ONNX Runtime"])
+def test_static_int8_without_the_connections(quantizer, tmp_path):
+    """The accuracy is within one point of linear's. With quantized connections, it is 95.0 % and 94.2 %."""
+    linear, model = (timm.create_model(f"vit_test_{name}.digits", pretrained=True, exportable=True).eval()
+                     for name in ("linear", "ortho"))
+    mean, std = (model.pretrained_cfg[name][0] for name in ("mean", "std"))
+    splits = [Digits(training) for training in (True, False)]
+    some, images = (((torch.stack([*map(to_tensor, split.images[:360])]) - mean) / std).expand(-1, 3, -1, -1)
+                    for split in splits)
+    smaller = quantized_by_xnnpack(model, some) if quantizer == "XNNPACK" else quantized_by_onnxruntime(
+        model, some, tmp_path)
+    expected, accuracy = ((logits.argmax(1) == torch.tensor(splits[1].targets)).float().mean()
+                          for logits in (linear(images), smaller(images)))
+    assert accuracy > expected - 0.01

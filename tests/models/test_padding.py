@@ -260,6 +260,7 @@ def test_the_author_of_a_block_decides_what_its_mask_means():
 
 
 def test_recording_reads_no_mask_that_the_connection_ignores():
+    register_block(Keeping, stream="x", kinds=("mlp",), mask="attn_mask[:, None, None]")
     block, x, mask = connect(Keeping().double(), "feature"), torch.randn(4, 8, 6).double(), torch.ones(3, 8)
     with record(block, every=1) as recorder:
         block(x, mask)

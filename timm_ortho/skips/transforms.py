@@ -97,9 +97,17 @@ def _transformed(
     else:
         parts = y.reshape(-1, branches, width // branches * inner)
         means = parts.mean(1, keepdim=True)
-        y = means.expand_as(parts) if own == 0.0 else torch.add(own * parts, means, alpha=mean)
+        y = means.expand_as(parts) if own == 0.0 else _plus(own * parts, mean, means)
     y = in_dtype(y.reshape(shape), x.dtype)
     return y.movedim(-1, dim) if last else y
+
+
+def _plus(y: Tensor, mean: float, means: Tensor) -> Tensor:
+    """Return ``y + mean means``. Recorded code has no argument ``alpha``, which some converters ignore or refuse."""
+    if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
+        if not is_recorded():
+            return torch.add(y, means, alpha=mean)
+    return y + mean * means
 
 
 # ---------------------------------------------------------------------------------------- the map as a module

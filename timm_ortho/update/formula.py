@@ -33,7 +33,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._compat import is_observed
+from .._compat import is_observed, is_recorded
 
 Weight = Union[float, Tensor]
 
@@ -61,7 +61,11 @@ def formula(
     xf = products.sum(dims, True)
     products = torch.mul(x, x, out=products) if reuse else x * x
     n = products.sum(dims, True).add(eps)  # an addition in place would add eps to each partial sum of a DTensor
-    gain, f = _weighted(f, xf, n, a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        gain = (n + a * xf - _times(b, xf)) / n
+    else:
+        gain = n.add(xf, alpha=a - b) / n
+    f = _times(b, f)
     if x.stride() != f.stride():
         y = x * gain + f  # the first term determines the memory format
     elif reuse:
@@ -71,14 +75,28 @@ def formula(
     return y if y.dtype == result else y.to(result), xf, n
 
 
-def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. TorchScript needs a case for each combination of tensors and numbers."""
-    if isinstance(a, Tensor):
-        return (n + a * xf - _times(b, xf)) / n, _times(b, f)
-    elif isinstance(b, Tensor):
-        return (n + a * xf - b * xf) / n, b * f
-    else:
-        return n.add(xf, alpha=a - b) / n, f if b == 1.0 else b * f
+def recorded_formula(x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float) -> Tensor:
+    """Return y in operations that other programs convert: only ``mul``, ``add``, ``sub``, ``div`` and ``sum``.
+
+    Exported programs use it. For example, Core ML's converter drops the factor ``alpha`` of an addition. The result
+    equals that of :func:`formula` up to rounding.
+
+    Programs are often converted to float16 later. Its largest number is 65504, but |x|^2 of a whole sample can be
+    millions. Sums over several axes are therefore scaled by 2^-12, which is exact in float32. A sum over the channels
+    of one token is not scaled, because float16 would then round eps to 0, and x can be 0.
+    """
+    result = x.dtype if x.dtype == f.dtype else torch.promote_types(x.dtype, f.dtype)
+    x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
+    scale = 2.0**-12 if len(dims) > 1 else 1.0
+    scaled = _times(scale, x)
+    n = (x * scaled).sum(dims, True) + scale * eps
+    f_par = (f * scaled).sum(dims, True) / n * x
+    y = x + _times(b, f - f_par)
+    if isinstance(a, Tensor):  # noqa: SIM114 TorchScript needs a case for each type
+        y = y + a * f_par
+    elif a != 0.0:
+        y = y + a * f_par
+    return in_dtype(y, result)
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
@@ -104,9 +122,10 @@ def plain_update(
 ) -> Tensor:
     """Compute the update in plain operations, which autograd differentiates.
 
-    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
-    :func:`residual_update` in eager mode with the backend ``torch``: a deep network would amplify any difference in
-    rounding. Arguments are not checked.
+    Tracers, TorchScript and ``torch.func`` use this function. In eager mode, its results are bit-identical to the
+    results of :func:`residual_update` with the backend ``torch``: a deep network would amplify any difference in
+    rounding. TorchScript, ``torch.jit.trace`` and ``torch.export`` record :func:`recorded_formula`. Arguments are not
+    checked.
 
     Args:
         x: Stream, of any shape.
@@ -134,7 +153,11 @@ def plain_update(
             return proxy.__torch_function__(plain_update, (type(proxy),), call, {})
     if mask is not None:
         x, f = without_padding(x, mask), without_padding(f, mask)
-    return formula(x, f, parallel, orthogonal, list(range(1, x.dim())) if dims is None else dims, eps)[0]
+    axes = list(range(1, x.dim())) if dims is None else dims
+    if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
+        if not is_recorded():
+            return formula(x, f, parallel, orthogonal, axes, eps)[0]
+    return recorded_formula(x, f, parallel, orthogonal, axes, eps)
 
 
 # ------------------------------------------------------------------------ the backend "torch": forward and backward
