@@ -54,10 +54,12 @@ ROWS = {  # rows as `timm-ortho cost` writes them
 
 def study_of(name, **changes):
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
+    shipped = changes.get("name", name) in design.shipped()
     return {
         "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
         **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
+        "report": design.read(name).get("report") if shipped else None,
         "changed": ["epochs: 3 here; 300 in the paper"] if table else [],
         "command": f"timm-ortho {'cost' if name in ROWS else 'study run'} {name}", **changes}
 
