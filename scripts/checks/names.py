@@ -31,11 +31,6 @@ WORDS = {  # regular expression -> replacement
 
 REASONS = {  # file, `file: class` or `file: word` -> reason
     "scripts/checks/names.py": "not part of the package",
-    "scripts/pages/coverage.py": "the modules of scripts/pages have the names of their pages",
-    "docs/hypotheses.md: whatever": "registered before the runs",
-    "docs/hypotheses.md: says": "registered before the runs",
-    "docs/hypotheses.md: ask": "registered before the runs",
-    "docs/hypotheses.md: asks": "registered before the runs",
 }
 
 
