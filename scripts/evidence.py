@@ -11,8 +11,9 @@ each epoch. This script computes from the archives:
 * `model_cards/results/by_time.svg`: training loss by step and accuracy by time of C1 and C2
 * `model_cards/results/SHA256SUMS`: checksums of the archives, so that `--check` names a changed file
 
-A new hypothesis is a row of `HYPOTHESES`. Its archive may be missing: it is then not run. F is
-Orthogonal-F (`feature`), which is compared with plain addition (`linear`).
+A new hypothesis is a row of `HYPOTHESES`; a new family of hypotheses is also an entry of `RULES`. A
+hypothesis whose archive is missing is not run. F is Orthogonal-F (`feature`), which is compared with
+plain addition (`linear`).
 """
 import argparse
 import csv
@@ -124,18 +125,6 @@ def transforms(*skips: str) -> Weights:
     return {(20, "identity", "linear"): -1.0, **mean}
 
 
-def factor(high: str, low: str) -> Weights:
-    """Return the weights of the mean lead of F at one level of a factor, minus that at another.
-
-    The names of the cells of `cifar_factors` list the levels of their factors.
-    """
-    cells = archive(FACTORS)[0]["axes"]["cell"]
-    signs = {cell: (high in cell.split("-")) - (low in cell.split("-")) for cell in cells}
-    share = 2 / len(cells)
-    return {key: sign * share * weight for cell, sign in signs.items()
-            for key, weight in lead(cell).items()}
-
-
 FACTORS = "cifar_factors-cifar10-small"
 RESNET = "confirm_resnet-torch_fashion_mnist-small"
 POOL = "confirm_poolformer-torch_fashion_mnist-small"
@@ -164,6 +153,7 @@ class Hypothesis(NamedTuple):
     claim: str = "above"  # the mean is above zero
     equivalent: float = 0.0  # bound of the test of equivalence in points; 0: no such test
     of_interest: float = 0.0  # the smallest mean of interest in points
+    levels: Sequence[str] = ()  # of a stopped study: the lead of F at the first level minus that at the second
     minus: Optional[Contrast] = None  # a contrast with other runs, which are not paired with those of `contrast`
     metric: Callable[[Run], float] = top1
 
@@ -175,9 +165,9 @@ HYPOTHESES = [
     Hypothesis("C2", MORE, "Tiny ImageNet", "ViT, width 128",
                {"tiny_imagenet_accuracy-tiny_imagenet-small": UPDATE}, (1.27,), equivalent=0.4),
     Hypothesis("C3", "F's lead is larger at four times the best learning rate than at the best rate",
-               "CIFAR-10", "16 ViTs", {FACTORS: factor("r4", "r1")}),
+               "CIFAR-10", "16 ViTs", {FACTORS: {}}, levels=("r4", "r1")),
     Hypothesis("C4", "F's lead is larger at width 128 than at width 64", "CIFAR-10", "16 ViTs",
-               {FACTORS: factor("w128", "w64")}),
+               {FACTORS: {}}, levels=("w128", "w64")),
     Hypothesis("D1", MORE, "CIFAR-10", "the paper's ViT-S",
                {"cifar_vit_small-cifar10-small": lead("vit_s")}, (0.79,)),
     Hypothesis("D2", MORE, "CIFAR-10", "the paper's ResNetV2-18",
@@ -232,8 +222,8 @@ def mean(values: Sequence[float], level: float = 0.95) -> Difference:
     return paired_difference(values, [0.0] * len(values), level)
 
 
-def measured(contrast: Contrast, metric: Callable[[Run], float] = top1) -> Difference:
-    return mean(by_seed(contrast, metric))
+def measured(contrast: Contrast) -> Difference:
+    return mean(by_seed(contrast))
 
 
 def welch(one: Sequence[float], other: Sequence[float], level: float) -> Difference:
@@ -245,24 +235,25 @@ def welch(one: Sequence[float], other: Sequence[float], level: float) -> Differe
                             level)
 
 
-def stopped(name: str, weights: Weights) -> Difference:
-    """Return the mean of the pairs in an unfinished study, without an interval.
+def stopped(one: Hypothesis) -> Difference:
+    """Return the mean over the finished pairs of a stopped study, which have one seed, without an interval.
 
-    The weights have four groups, by their sign and connection. Each group is replaced by its mean over
-    the finished runs.
+    The names of the cells list the levels of their factors.
     """
-    runs = archive(name)[1]
-    groups = grouped(runs, lambda run: (math.copysign(1, weights[setting(run)]), run["connection"]))
-    return Difference(sum(sign * fmean(map(top1, of)) for (sign, _), of in groups.items()), None, len(runs) // 2)
+    runs = archive(*one.contrast)[1]
+    top1_of = {(run["cell"]["cell"], run["connection"]): run["top1"] for run in runs}
+    leads = {cell: top1_of[cell, "feature"] - top1_of[cell, "linear"] for cell, _ in top1_of}
+    high, low = ([lead for cell, lead in leads.items() if level in cell.split("-")] for level in one.levels)
+    return Difference(fmean(high) - fmean(low), None, len(leads))
 
 
 def measure(one: Hypothesis, level: float = 0.95) -> Optional[Difference]:
     """Return the difference of a hypothesis, or None if it was not run."""
     if not all(map(is_published, one.contrast)):
         return None
+    if one.levels:
+        return stopped(one)
     values = by_seed(one.contrast, one.metric)
-    if not values:
-        return stopped(*next(iter(one.contrast.items())))
     return welch(values, by_seed(one.minus, one.metric), level) if one.minus else mean(values, level)
 
 
@@ -270,8 +261,8 @@ def decision(one: Hypothesis, difference: Optional[Difference], p: Optional[floa
     """Return the decision in words. p is adjusted by Holm's method within the family."""
     if difference is None:
         return "not run"
-    study, runs = archive(next(iter(one.contrast)))
-    if difference.p is None:
+    if one.levels:
+        study, runs = archive(*one.contrast)
         return f"stopped after {len(runs)} of {planned(study)} runs, undecided"
     if one.claim == "different" and detected(p):
         return "above zero" if difference.mean > 0 else "below zero"
@@ -405,7 +396,7 @@ def by_time() -> str:
     return svg_text(lines_chart(panels, "", columns=2), "by_time")
 
 
-def cells(path: Path, text: str) -> dict[tuple[str, str], str]:
+def values_of(path: Path, text: str) -> dict[tuple[str, str], str]:
     """Return the values of a file by row and column. The rows of a page are its lines."""
     if path.suffix == ".csv":
         return {(row["id"], column): value for row in csv.DictReader(io.StringIO(text))
@@ -417,8 +408,8 @@ def cells(path: Path, text: str) -> dict[tuple[str, str], str]:
 
 def differing(path: Path, text: str) -> list[str]:
     """Return the rows and columns in which a file differs from its text."""
-    before = cells(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
-    after = cells(path, text)
+    before = values_of(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
+    after = values_of(path, text)
     return [f"row {row!r}, column {column!r}: {before.get((row, column))!r}, recomputed {after.get((row, column))!r}"
             for row, column in {**before, **after} if before.get((row, column)) != after.get((row, column))]
 
@@ -431,7 +422,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     found = [f"{path.relative_to(root).as_posix()}: {line}"
              for path, text in texts(root).items() for line in differing(path, text)]
     if check:
-        print("\n".join(found))
+        for line in found:
+            print(line)
         return int(bool(found))
     for path, text in texts(root).items():
         path.write_text(text, encoding="utf-8")
