@@ -154,7 +154,7 @@ class Hypothesis(NamedTuple):
     equivalent: float = 0.0  # bound of the test of equivalence in points; 0: no such test
     of_interest: float = 0.0  # the smallest mean of interest in points
     levels: Sequence[str] = ()  # of a stopped study: the lead of F at the first level minus that at the second
-    minus: Optional[Contrast] = None  # a contrast with other runs, which are not paired with those of `contrast`
+    minus: Optional[Contrast] = None  # other runs, not paired with the runs of `contrast`
     metric: Callable[[Run], float] = top1
 
 
