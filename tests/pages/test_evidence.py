@@ -106,14 +106,14 @@ def test_a_stopped_study_has_the_mean_of_its_pairs():
      "confirmed, but the mean is below 2 points, the smallest difference of interest"),
     (-1.0, 0.04, {}, "contradicted"),
     (1.0, 0.06, {}, "not confirmed"),
-    (1.0, 0.06, {"equivalent": 3.0}, "equivalent within 3"),
-    (1.0, 0.06, {"equivalent": 0.5}, "not confirmed"),
+    (1.0, 0.06, {"equivalent": 2.2}, "equivalent within 2.2"),
+    (1.0, 0.06, {"equivalent": 2.1}, "not confirmed"),
     (1.0, 0.04, {"claim": "different"}, "above zero"),
     (-1.0, 0.04, {"claim": "different"}, "below zero"),
     (1.0, 0.04, {"claim": "equal", "equivalent": 0.5}, "contradicted"),
 ])
 def test_decisions_in_words(mean, p, changes, words):
-    one = next(one for one in evidence.HYPOTHESES if one.id == "C1")  # its 90 % interval is within 3, not within 0.5
+    one = next(one for one in evidence.HYPOTHESES if one.id == "C1")  # its intervals end at 2.14 (90 %) and 2.27 (95 %)
     one = one._replace(**{"equivalent": 0.0, **changes})
     assert evidence.decision(one, Difference(mean, 1.0, 10, p), p) == words
 
