@@ -1,1 +1,1 @@
-"""Commands for contributors. Run them from a checkout, for example `python -m scripts.pages`."""
+"""Commands for contributors. Run them from a checkout, for example `python -m scripts.evidence`."""

@@ -1,4 +1,4 @@
-"""Add the numbers of finished studies to model_cards/results, and regenerate the pages.
+"""Add the numbers of finished studies to model_cards/results, and regenerate the pages and decisions.
 
     python -m scripts.publish FOLDER ...               output folders of timm-ortho study run
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
@@ -34,9 +34,9 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         parser.error("pass --name with one folder")
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
-    from scripts.pages import __main__ as pages, commits  # both read the numbers written above
-    commits.record()
-    return pages.main([], root)
+    from scripts import evidence  # reads the numbers written above
+    from scripts.pages import __main__ as pages
+    return evidence.main([], root) or pages.main([], root)
 
 
 def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Path:

@@ -31,18 +31,13 @@ WORDS = {  # regular expression -> replacement
 
 REASONS = {  # file, `file: class` or `file: word` -> reason
     "scripts/checks/names.py": "not part of the package",
-    "scripts/pages/coverage.py": "the modules of scripts/pages have the names of their pages",
-    "docs/hypotheses.md: whatever": "registered before the runs",
-    "docs/hypotheses.md: says": "registered before the runs",
-    "docs/hypotheses.md: ask": "registered before the runs",
-    "docs/hypotheses.md: asks": "registered before the runs",
 }
 
 
 def prose(path: Path) -> Iterator[Tuple[int, str]]:
     """Yield the text of a file with line numbers: docstrings, comments and names, or the lines of a Markdown page.
 
-    Code in Markdown and in templates is omitted. Names are split at underscores, as in `in place` for `in_place`.
+    Code in Markdown is omitted. Names are split at underscores, as in `in place` for `in_place`.
     """
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
@@ -50,7 +45,7 @@ def prose(path: Path) -> Iterator[Tuple[int, str]]:
         for number, line in enumerate(source.splitlines(), 1):
             is_code ^= line.lstrip().startswith("```")
             if not is_code and not line.startswith("    "):
-                yield number, re.sub(r"`[^`]*`|{{.*?}}|{%.*?%}", "", line)
+                yield number, re.sub(r"`[^`]*`", "", line)
         return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -70,7 +65,7 @@ def prose(path: Path) -> Iterator[Tuple[int, str]]:
 def findings(root: Path, reasons: Mapping[str, str]) -> List[str]:
     """Return the findings of a checkout that have no reason, and the reasons that exclude nothing."""
     modules = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
-    pages = sorted(path for pattern in ("*.md", "docs/*.md", "scripts/**/*.jinja") for path in root.glob(pattern))
+    pages = sorted(path for pattern in ("*.md", "docs/*.md") for path in root.glob(pattern))
     named: Dict[Tuple[str, str], List[str]] = {}  # kind and name -> keys of `reasons`
     for path in modules:
         key = path.relative_to(root).as_posix()

@@ -8,7 +8,7 @@ without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BASE_TAG 
 | weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-`timm_ortho.hub.card` fills the template of the cards. `studies.py` writes model_cards/studies.
+`timm_ortho.hub.card` fills the template of the cards.
 """
 from functools import cache
 from pathlib import Path
@@ -24,12 +24,12 @@ from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab.folder import card_values
 from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.reporting.card_file import comparison
-from timm_ortho.lab.reporting.published import STUDY
+from timm_ortho.lab.reporting.published import STUDY, read
+from timm_ortho.lab.reporting.report import Part
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
 from timm_ortho.runs.trained_run import Run
 
-from . import studies
-
+RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
 
 
@@ -54,7 +54,8 @@ class PublishedRun(Run):
     """
 
     def __init__(self, folder: Path, connection: str) -> None:
-        part = studies.part(folder)
+        study, runs, recorded = read(folder)
+        part = Part.of(study, runs, [], recorded)
         self.seed = seed = part.study["seeds"][0]  # not the best seed, whose accuracy would be biased
         self.command = part.study["command"]
         runs = [run for run in part.runs if run["connection"] == connection]
@@ -92,7 +93,7 @@ def comparison_of(name: str) -> Path:
         SystemExit: There is no such comparison.
     """
     model, _, tag = name.partition(".")
-    folder = studies.RESULTS / "comparisons" / f"{base_name(model)}_{tag}"
+    folder = RESULTS / "comparisons" / f"{base_name(model)}_{tag}"
     if not (folder / STUDY).is_file():
         raise SystemExit(
             f"no card of the weights {name}: if timm-ortho compare trained them, publish its output folder: "

@@ -20,15 +20,15 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} and {final}" if most else final
 
 
-def begin(name: str) -> str:
-    return f"<!-- {name}: written by python -m scripts.pages -->"
+def begin(name: str, script: str = "scripts.pages") -> str:
+    return f"<!-- {name}: written by python -m {script} -->"
 
 
 def end(name: str) -> str:
     return f"<!-- end of {name} -->"
 
 
-def replaced(page: Path, parts: dict[str, str]) -> str:
+def replaced(page: Path, parts: dict[str, str], script: str = "scripts.pages") -> str:
     """Return the text of a page with new text in its generated parts.
 
     Raises:
@@ -36,9 +36,10 @@ def replaced(page: Path, parts: dict[str, str]) -> str:
     """
     text = page.read_text(encoding="utf-8")
     for name, made in parts.items():
-        head, opened, rest = text.partition(begin(name))
+        start = begin(name, script)
+        head, opened, rest = text.partition(start)
         _, closed, tail = rest.partition(end(name))
         if not (opened and closed):
-            raise SystemExit(f"{page} has no '{begin(name)}' followed by '{end(name)}'")
-        text = f"{head}{begin(name)}\n\n{made}\n\n{end(name)}{tail}"
+            raise SystemExit(f"{page} has no '{start}' followed by '{end(name)}'")
+        text = f"{head}{start}\n\n{made}\n\n{end(name)}{tail}"
     return text

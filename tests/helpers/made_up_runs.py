@@ -23,8 +23,6 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
-    "confirm_poolformer": (
-        "", {"mixer": ["pool(x) - x", "pool(x)"], "where": ["nowhere", "both"]}, {"where": "nowhere"}),
     "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
     "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
@@ -52,12 +50,15 @@ ROWS = {  # rows as `timm-ortho cost` writes them
 }
 
 
-def study_of(name, **changes):
+def study_of(name, /, **changes):
+    """Return a study with made-up properties. A study of the package, of the name `changes["name"]`, has its layout."""
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
+    shipped = changes.get("name", name) in design.shipped()
     return {
         "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
         **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
+        "report": design.read(name).get("report") if shipped else None,
         "changed": ["epochs: 3 here; 300 in the paper"] if table else [],
         "command": f"timm-ortho {'cost' if name in ROWS else 'study run'} {name}", **changes}
 
@@ -119,11 +120,10 @@ def connections_in(name, cell):
     """Return the connections with which the shipped study runs this cell of its grid."""
     if "switch" in cell:
         return ["feature" if cell["switch"][1] == "O" else "linear"]
-    unchanged = "none" in (cell.get("layers"), cell.get("branches")) or cell.get("where") == "nowhere" or cell.get(
-        "probability") == 0.0
+    unchanged = "none" in (cell.get("layers"), cell.get("branches")) or cell.get("probability") == 0.0
     if unchanged or name.startswith("skip"):
         return ["linear"]
-    if name in ("layer_pattern", "branch_kinds", "probability", "epsilon", "confirm_poolformer"):
+    if name in ("layer_pattern", "branch_kinds", "probability", "epsilon"):
         return ["feature"]
     if cell.get("start") in ("orthogonal", "linear"):
         return ["hybrid"]
@@ -144,4 +144,4 @@ def accuracy(top1, **changes):
     runs = [run_of(connection, seed, top1=value, epochs=1)
             for connection, values in top1.items() for seed, value in enumerate(values)]
     seeds = list(range(max(map(len, top1.values()))))
-    return {**study_of("accuracy", axes={}, seeds=seeds, connections=list(top1)), **changes}, runs
+    return study_of("accuracy", **{"axes": {}, "seeds": seeds, "connections": list(top1), **changes}), runs

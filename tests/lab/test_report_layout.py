@@ -105,12 +105,6 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
         "0.5000 ± 0.0000", "+0.0000")
 
 
-def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
-    runs = [run_of(connection, 0, {"depth": 2}) for connection in ("linear", "feature")]
-    write(study_of("switch_kept", axes={"depth": [2]}, paper="", table=""), runs, [], tmp_path)
-    assert tables_of(tmp_path)[0][0][:2] == ["depth", "connection"]
-
-
 @pytest.mark.parametrize(("given", "message"), [
     ({"row": ["connection"]}, "report accepts no key 'row'; did you mean 'rows'"),
     ({"rows": ["depht"]}, "report: rows accepts no entry 'depht'; did you mean 'depth'"),

@@ -12,7 +12,6 @@ from PIL import Image
 from timm.models import get_pretrained_cfg
 
 from scripts.pages import __main__ as pages, cards
-from timm_ortho import cli
 from timm_ortho.lab.reporting import published
 from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
 from timm_ortho.weights.pretrained import ENTRIES
@@ -38,10 +37,9 @@ def checkout(tmp_path):
             shutil.copy(source, target)
         else:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("results"))
-    for path in ("questions.svg", "differences.svg", "by_epoch.svg", "by_time.svg", "bench_*.csv"):
-        for file in (CARDS / "results").glob(path):
-            (tmp_path / "model_cards" / "results").mkdir(exist_ok=True)
-            shutil.copy(file, tmp_path / "model_cards" / "results")
+    (tmp_path / "model_cards" / "results").mkdir()
+    for file in (CARDS / "results").glob("bench_*.csv"):
+        shutil.copy(file, tmp_path / "model_cards" / "results")
     return tmp_path
 
 
@@ -51,39 +49,32 @@ def test_every_page_equals_its_sources(capsys):
 
 def test_a_page_that_differs_is_named(checkout, capsys):
     for name, old, new in (
-            ("docs/evidence.md", "## Should I use it?", "## Should you use it?"),
-            ("docs/evidence.md", "By chance alone", "By chance"),  # from another generator than the text above
-            ("README.md", "train from scratch", "train for a day"),
-            ("model_cards/studies/study_gamma-small.md", "64.00", "65.00")):
+            ("README.md", "1.030 [", "1.031 ["), ("docs/coverage.md", "The package covers", "This covers"),
+            ("model_cards/weights/vit_test_ortho.digits.md", "seed 0", "seed 1")):
         text = (checkout / name).read_text()
         assert old in text
         (checkout / name).write_text(text.replace(old, new))
-    names = ("stranger.md", "studies/plots/stranger.svg", "weights/stranger.png")
-    strangers = [f"model_cards/{name}" for name in names]
-    for name in strangers:
-        (checkout / name).write_text("99.9 %")
     (checkout / "model_cards" / "weights" / "vit_test_linear.digits.png").unlink()
     assert pages.main(["--check"], checkout) == 1
     printed = capsys.readouterr()
     assert sorted(printed.out.splitlines()) == [
-        "README.md", "docs/evidence.md", "model_cards/studies/study_gamma-small.md",
-        "model_cards/weights/vit_test_linear.digits.png"]
-    assert printed.err.splitlines() == ["these differ from their sources: run python -m scripts.pages", *(
-        f"no generator writes {name}: delete it" for name in strangers)]
+        "README.md", "docs/coverage.md", "model_cards/weights/vit_test_linear.digits.png",
+        "model_cards/weights/vit_test_ortho.digits.md"]
+    assert printed.err == "these differ from their sources: run python -m scripts.pages\n"
 
 
 def test_written_pages_pass_the_check(checkout, capsys):
-    for path in [*checkout.glob("model_cards/weights/*"), *checkout.glob("model_cards/studies/study_gamma-small.md")]:
+    for path in checkout.glob("model_cards/weights/*"):
         path.unlink()
-    assert pages.main(["cards", "studies"], checkout) == 0
-    assert pages.main(["--check", "cards", "studies"], checkout) == 0, capsys.readouterr().out
+    assert pages.main(["cards"], checkout) == 0
+    assert pages.main(["--check", "cards"], checkout) == 0, capsys.readouterr().out
     assert (checkout / "model_cards" / "weights" / "vit_test_ortho.digits.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         pages.main(["nothing"])
-    assert "unknown names: nothing; known names: coverage, " in capsys.readouterr().err
+    assert "NAME is any of coverage, speed, cards, not nothing" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the cards
@@ -147,16 +138,3 @@ def test_the_code_of_a_card_runs():
     values = {"image": Image.new("RGB", (8, 8))}
     exec(code, values)
     assert values["logits"].shape == (1, 10)
-
-
-# ------------------------------------------------------------------------------------------ pages of studies
-@pytest.mark.usefixtures("undrawn")
-def test_the_whole_report_from_published_numbers(tmp_path, capsys):
-    folder = CARDS / "results" / "studies" / "switch_kept-digits-small"
-    assert cli.main(["study", "report", str(folder), "--output", str(tmp_path)]) == 0
-    report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    page = (CARDS / "studies" / f"study_{folder.name}.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10
-    assert all(row in report for row in rows)
-    assert "## Every run" in report

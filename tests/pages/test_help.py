@@ -5,7 +5,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["quickstart", "checks.linear_floor", "checks.names", "checks.rates"])
+@pytest.mark.parametrize("name", ["quickstart", "checks.names", "evidence"])
 def test_help(name, monkeypatch, capsys):
     if name == "quickstart":
         pytest.importorskip("nbclient")

@@ -46,7 +46,6 @@ def test_reasons_that_exclude_nothing(checkout):
     ("timm_ortho/a.py", "def place_of(x):\n    pass\n", 1),
     ("timm_ortho/a.py", "def f(\n        place):\n    pass\n", 2),
     ("timm_ortho/a.py", "places = 1\n", 1),
-    ("scripts/pages/a.md.jinja", "{{ x }}\n\nIt is told.\n", 3),
     ("docs/a.md", "```\ncode\n```\nThe others.\n", 4),
     ("README.md", "It stands for x.\n", 1),
 ])
@@ -61,7 +60,6 @@ def test_words(checkout, name, text, line):
 @pytest.mark.parametrize(("name", "text"), [
     ("timm_ortho/a.py", 'x = "It says why."  # in place, decimal places\nlayer.in_place = f(place=1)\n'),
     ("docs/a.md", "```\nsays\n```\n    says\n`says`\n"),
-    ("scripts/pages/a.md.jinja", "{{ said }}{% for place in places %}\n"),
     ("tests/a.py", "# It says why.\n"),
 ])
 def test_code_and_plain_words_are_no_findings(checkout, name, text):

@@ -10,6 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from scripts.evidence import HYPOTHESES
 from timm_ortho.lab import paper
 
 ROOT = Path(__file__).parents[2]
@@ -48,27 +49,14 @@ def transforms(table):
             - by_skip["identity"][data][0] for data in by_skip["identity"]]
 
 
-VIT, RESNET_18 = gains("vit_s"), gains("resnetv2_18")
+VIT, RESNET_18 = gains("vit_s"), gains("resnetv2_18", data="cifar10")
 RESNETS = gains(*(model for model in NUMBERS["architectures"] if model.startswith("resnetv2_")))
 SWITCH, RATES = of_sets("connection_switch_reinitialised", first_training), of_sets("learning_rate_sweep", rate_slope)
-KEPT = of_sets("connection_switch_continuous", lambda entry: entry["OL"][0] - entry["LL"][0])
-BRANCH4, DEPTHWISE = transforms("skips_branch4"), transforms("skips_depthwise")
-BOTH = [fmean(pair) for pair in zip(BRANCH4, DEPTHWISE, strict=True)]
-PATTERN, NORM = NUMBERS["layer_pattern"], NUMBERS["final_layer_norm"]["without"]
-RANK = {name: entry["effective_rank"][0] for name, entry in NUMBERS["representation"].items()
-        if isinstance(entry, dict) and "effective_rank" in entry}
-EFFECTS = {  # first cell of a row of docs/evidence.md -> the paper's effects
-    "C1": gains("vit_s", data="cifar10"), "C2": gains("vit_s", data="tiny_imagenet"),
-    "H1": VIT, "H2": RATES, "H4": BOTH, "H5": SWITCH, "P2b": RATES,
-    "Table 2, ViT-S": VIT, "Table 2, ResNetV2": RESNET_18, "Table 3": SWITCH, "Table 10": KEPT,
-    "Table 4": [PATTERN["all"][0] - PATTERN["none"][0]],
-    "Table 7": [fmean(NUMBERS["initialisation"][start]["global"][0] - NUMBERS["initialisation"][start]["linear"][0]
-                      for start in ("kaiming", "xavier", "orthogonal"))],
-    "Table 9": [NORM["feature"][0] - NORM["linear"][0]],
-    "Table 3 (final version)": RATES,
-    "Table 4 (final version)": [100 * math.log(RANK["feature"] / RANK["linear"])],
-    "Wang et al., Table 2": BRANCH4, "Wang et al., Table 3": DEPTHWISE,
-}
+BOTH = [fmean(pair) for pair in zip(transforms("skips_branch4"), transforms("skips_depthwise"), strict=True)]
+CIFAR, TINY = gains("vit_s", data="cifar10"), gains("vit_s", data="tiny_imagenet")
+EFFECTS = {  # hypothesis -> the papers' effects
+    "C1": CIFAR, "C2": TINY, "D1": CIFAR, "D2": RESNET_18, "H1": VIT, "H2": RATES, "H4": BOTH, "H5": SWITCH,
+    "P2b": RATES}
 
 
 def is_rounded(printed, value):
@@ -89,18 +77,14 @@ def pages():
     return {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 
-def test_effects_in_the_tables(pages):
-    """The parentheses of the last column have the smallest and the largest effect of the paper."""
-    found = set()
-    for line in re.findall(r"^\|.*$", pages["docs/evidence.md"], re.MULTILINE):
-        name, *_, last = [cell.strip() for cell in line.strip("|").split("|")]
-        printed = re.search(rf"\(({NUMBER}(?: to {NUMBER})?)\)", last)
-        if printed:
-            numbers = printed[1].split(" to ")
-            assert len(numbers) == len(span(EFFECTS[name])), line
-            assert all(map(is_rounded, numbers, span(EFFECTS[name]))), line
-            found.add(name)
-    assert found == set(EFFECTS)
+def test_effects_of_the_hypotheses():
+    """scripts/evidence.py has the smallest and the largest effect of the papers."""
+    effects = {one.id: one.paper for one in HYPOTHESES if one.paper}
+    assert effects.keys() == EFFECTS.keys()
+    for name, numbers in effects.items():
+        assert len(numbers) == len(span(EFFECTS[name])), name
+        assert all(is_rounded(f"{number:.2f}", value) for number, value in
+                   zip(numbers, span(EFFECTS[name]), strict=True)), name
 
 
 def printed_in_text(text):
@@ -115,37 +99,26 @@ def printed_in_text(text):
 
 
 def test_numbers_in_the_text(pages):
-    accuracy, speed = NUMBERS["accuracy"], NUMBERS["throughput"]
-    tiny = accuracy["vit_s"]["tiny_imagenet"]
-    vit_b = accuracy["vit_b"]["imagenet1k"]
-    expected = {  # in the order of the page
-        "README.md": [vit_b["feature"][0], vit_b["linear"][0], *span(RESNETS)],
-        "docs/evidence.md": [
-            *span(RESNET_18), *span(RESNETS), *tiny["linear"], *tiny["feature"], *span(RESNET_18), *span(RATES),
-            *span(BOTH), *span(SWITCH), speed["vit_s"][2], speed["resnetv2_34"][2]],
-    }
-    for page, values in expected.items():
+    vit_b = NUMBERS["accuracy"]["vit_b"]["imagenet1k"]
+    expected = [vit_b["feature"][0], vit_b["linear"][0], *span(RESNETS)]  # in the order of the bullets
+    for page in PAGES:
         printed = list(printed_in_text(pages[page]))
-        assert len(printed) == len(values), printed
-        for (number, clause), value in zip(printed, values, strict=True):
+        assert len(printed) == len(expected), printed
+        for (number, clause), value in zip(printed, expected, strict=True):
             assert is_rounded(number, value), (clause, value)
 
 
 def test_settings_of_the_papers_trainings(pages):
-    """The columns of the paper in the table of settings equal the stored recipes."""
+    """The last column of the table of settings equals the stored recipes for Tiny ImageNet and CIFAR-10."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in pages["docs/evidence.md"].splitlines()
             if line.startswith("|")]
     start = next(index for index, row in enumerate(rows) if row[0] == "setting")
-    columns = {rows[start][place]: {row[0]: row[place] for row in rows[start:start + 12]}
-               for place in range(1, len(rows[start])) if rows[start][place].startswith("paper, ")}
-    assert set(columns) == {"paper, Tiny ImageNet", "paper, CIFAR-10"}
+    column = {row[0]: row[-1].split("; ") for row in rows[start + 2:start + 11]}
     vit = NUMBERS["gamma"]["models"]["vit_small"]
-    for data in ("tiny_imagenet", "cifar10"):
-        recipe = paper.experiments()[f"vit_s_{data}"].recipe
-        column = columns[f"paper, {paper.name('dataset', data)}"]
-        assert column["pixels, patch"] == f"{recipe['resolution']}, {recipe['patch']}"
-        assert column["width, blocks"] == f"{vit['width']}, {vit['blocks']}"
-        assert float(column["width over depth"]) == vit["gamma"]
-        for row, key in (("learning rate", "lr"), ("batch size", "batch"), ("weight decay", "weight_decay"),
-                         ("label smoothing", "smoothing"), ("epochs", "epochs")):
-            assert float(column[row]) == recipe[key], (row, data)
+    recipes = [paper.experiments()[f"vit_s_{data}"].recipe for data in ("tiny_imagenet", "cifar10")]
+    assert column["pixels, patch"] == [f"{recipe['resolution']}, {recipe['patch']}" for recipe in recipes]
+    assert column["width, blocks"] == [f"{vit['width']}, {vit['blocks']}"]
+    for row, key in (("learning rate", "lr"), ("batch size", "batch"), ("weight decay", "weight_decay"),
+                     ("label smoothing", "smoothing"), ("epochs", "epochs")):
+        values = dict.fromkeys(recipe[key] for recipe in recipes)
+        assert list(map(float, column[row])) == list(values), row

@@ -10,11 +10,12 @@ import pytest
 from helpers.made_up_runs import ROWS, runs_of, study_of
 from helpers.reports import rewrite
 
-from scripts import publish
-from scripts.pages import __main__ as pages, commits, studies
+from scripts import evidence, publish
+from scripts.pages import __main__ as pages
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.runs.provenance import PRIVATE
 
+ARCHIVES = sorted(path.parent for path in evidence.RESULTS.glob("*/*/study.json"))
 COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
 
 
@@ -22,8 +23,8 @@ COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 def root(tmp_path, monkeypatch):
     """Return the root of an empty checkout. `publish` writes results into it, but no pages."""
     monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # this checkout has no .git
-    monkeypatch.setattr(commits, "record", lambda: None)
-    monkeypatch.setattr(pages, "main", lambda arguments, root: 0)
+    for module in (evidence, pages):
+        monkeypatch.setattr(module, "main", lambda arguments, root: 0)
     (tmp_path / "checkout").mkdir()
     return tmp_path / "checkout"
 
@@ -168,11 +169,11 @@ def test_the_recorded_commit_precedes_the_study(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------- published results
 def test_published_results_are_small():
-    size = sum(path.stat().st_size for path in studies.RESULTS.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in evidence.RESULTS.rglob("*") if path.is_file())
     assert size < 4e6
 
 
-@pytest.mark.parametrize("folder", studies.folders() + studies.folders("comparisons"), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", ARCHIVES, ids=lambda folder: folder.name)
 def test_numbers_of_published_tables_are_in_range(folder):
     study, runs, _ = published.read(folder)
     if study.get("kind", "training") == "training":
@@ -181,7 +182,7 @@ def test_numbers_of_published_tables_are_in_range(folder):
             assert run["history"][-1]["eval_top1"] == pytest.approx(run["top1"], abs=1e-4)
 
 
-@pytest.mark.parametrize("folder", studies.folders() + studies.folders("comparisons"), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", ARCHIVES, ids=lambda folder: folder.name)
 def test_published_studies_contain_no_paths_and_no_hosts(folder):
     text = (folder / published.STUDY).read_text(encoding="utf-8")
     assert publish.anonymous(text, folder) == text

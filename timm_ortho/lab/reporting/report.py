@@ -17,7 +17,7 @@ begins with the answer and ends with method and terms.
         "changed": ["epochs: 15 here; 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
-        "report": {"rows": [...], ...},     # see `layout`; by default as in the package's study of this name
+        "report": {"rows": [...], ...},     # see `layout`
         "validation": "test",               # images of the accuracy: "test" or "hold-out"
         "data": {"image_size": [32, 32],    # None if the models differ
                  "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
@@ -62,7 +62,6 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, finite
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
-from ..planning.design import read, shipped
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
@@ -133,20 +132,11 @@ class Part:
 
 
 def layout_of(study: Mapping[str, Any]) -> Layout:
-    """Return the checked layout of a study's report.
-
-    The default is the layout of the package's study with the same name, if its rows and columns are dimensions of this
-    study. Otherwise, the report has a row for each cell and connection.
-    """
+    """Return the checked layout of a study's report. By default, the report has a row for each cell and connection."""
     dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
-    keys = study.get("report")
-    if keys is None and study["name"] in shipped():
-        keys = read(study["name"]).get("report")
-        fits = keys and dimensions.issuperset([*keys.get("rows", ()), *keys.get("columns", ())])
-        keys = keys if fits else None
-    if not isinstance(keys or {}, Mapping):
+    keys = study.get("report") or {}
+    if not isinstance(keys, Mapping):
         raise LabError(f"report must be a mapping, not {keys!r}")
-    keys = keys or {}
     check_names(keys, set(Layout.__dataclass_fields__) - {"study", "generic"}, "report")
     generic = not study["paper"] and not keys.keys() & {"rows", "columns"}
     layout = Layout(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})

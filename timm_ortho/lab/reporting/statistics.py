@@ -141,7 +141,7 @@ Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatm
 
 
 def pooled_contrasts(
-        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]], level: float = 0.95,
+        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
 ) -> list[Optional[Difference]]:
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
@@ -156,7 +156,6 @@ def pooled_contrasts(
     Args:
         blocks: The values of each cell.
         contrasts: Weights by (index of the cell, treatment). In each cell they sum to zero.
-        level: Confidence of the two-sided intervals.
 
     Returns:
         One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
@@ -186,8 +185,8 @@ def pooled_contrasts(
                     for cell, of_cell in by_cell.items())
         balanced = all(math.isclose(sum(of_cell.values()), 0.0, abs_tol=1e-9) for of_cell in by_cell.values())
         error = math.sqrt(variance * float(w @ inverse @ w))
-        differences.append(student_interval(float(w @ coefficients), error, freedom, pairs, float(np.abs(y).max()),
-                                            level) if pairs and balanced else None)
+        differences.append(student_interval(float(w @ coefficients), error, freedom, pairs, float(np.abs(y).max()))
+                           if pairs and balanced else None)
     return differences
 
 
