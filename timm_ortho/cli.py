@@ -82,6 +82,7 @@ def _add_compare(commands: Any) -> None:
                                           "image folder (default: digits, or '' if --data-dir is set)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--recipe", metavar="FILE", help="YAML file for timm's train.py, or the name of a shipped recipe")
+    add("--weights", metavar="FILE", help="file of weights to start from, with a new classifier (default: random)")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="connections to compare (default: linear feature global)")
     add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or several seeds: 0 4 7")
@@ -108,8 +109,8 @@ def _add_compare(commands: Any) -> None:
     parser.set_defaults(call=_compare)
 
 
-_PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device", "amp",
-           "amp_dtype", "torchcompile", "device_modules", "device_images")
+_PASSED = ("model", "weights", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device",
+           "amp", "amp_dtype", "torchcompile", "device_modules", "device_images")
 
 
 def _compare(parsed: argparse.Namespace) -> int:

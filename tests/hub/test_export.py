@@ -206,7 +206,7 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
     revised = timm.create_model("vit_base_ortho", **TINY)
     revised.began_with = {**started.began_with, "hf_hub_id": f"{base}@v1"}  # `pull` sets this value for a revision
     runs = [timm_run(tmp_path / f"run{number}", model="vit_base_ortho", **options) for number, options in enumerate([
-        dict(pretrained=True), dict(pretrained=False), dict(pretrained=True, pretrained_path="mine.safetensors"),
+        dict(pretrained=True), dict(pretrained_path="unused"), dict(pretrained=True, pretrained_path="mine.pth"),
         dict(pretrained=True, initial_checkpoint="mine.pth.tar")])]
     for model, is_derived in ((started, True), (revised, True), (runs[0], True), (fresh, False), (other, False),
                              *((run, False) for run in runs[1:])):
@@ -216,6 +216,15 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
         assert card.data.license == config(tmp_path / "out")["pretrained_cfg"].get("license") == (
             "cc-by-sa-4.0" if is_derived else None)
     assert hub.export(started, tmp_path / "out", "me/model", license="cc-by-sa-3.0").data.license == "cc-by-sa-3.0"
+
+
+@pytest.mark.parametrize(("file", "repository"), [
+    ("/home/me/.cache/huggingface/hub/models--timm--vit_s.in1k/snapshots/ab/model.safetensors", "timm/vit_s.in1k"),
+    ("runs/model.safetensors", None)])
+def test_the_card_names_the_file_of_the_initial_weights_and_its_repository(tmp_path, file, repository):
+    card = hub.export(timm_run(tmp_path / "run", pretrained=True, pretrained_path=file), tmp_path / "out", "me/model")
+    assert card.data.base_model == repository
+    assert "| pretrained_path | model.safetensors |" in card.text
 
 
 def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):

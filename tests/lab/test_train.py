@@ -106,7 +106,7 @@ def test_connections_train_to_different_weights(study):
 
 def test_args_are_timms_options(study):
     args = read_yaml(study / "feature-seed0" / "args.yaml")
-    assert set(args) == set(known_options()) - set(DEVICE_OPTIONS)
+    assert set(args) == set(known_options()) - {*DEVICE_OPTIONS, "weights"}
     assert (args["seed"], args["model"], args["device_modules"]) == (0, "vit_small_ortho", ["timm_ortho"])
     assert args["model_kwargs"] == {**KWARGS, "img_size": 16, "connection": "feature"}
 

@@ -26,7 +26,7 @@ from timm_ortho.hub_client.errors import WeightsError
 from timm_ortho.lab import LabError
 from timm_ortho.lab.data import check_shards
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.planning import plan
+from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
@@ -196,25 +196,67 @@ def test_initial_weights_of_the_lab(tmp_path):
     built = build_model(Namespace(**options), 10, 3)
     assert torch.equal(built.head.weight, model.head.weight)
     with pytest.raises(LabError, match=r"option 'initial_checkpoint': the weights in .* do not fit the model.*; for "
-                                       "other classes, use the options pretrained=true and pretrained_path=FILE"):
+                                       "other classes, use weights in its place"):
         build_model(Namespace(**options), 3, 3)
 
 
-def test_weights_of_other_classes_in_the_lab(tmp_path):
-    """With `pretrained_path`, as in train.py, the classifier is new and all other weights are from the file."""
-    file, out = str(tmp_path / "three.pth"), tmp_path / "out"
-    trained = build_model(Namespace(**{**options_of(one_run(tmp_path / "first")), "seed": 7}), 3, 1).state_dict()
-    torch.save({"state_dict": trained}, file)
-    with pytest.raises(LabError, match="pretrained_path has no effect without pretrained: set pretrained to true, too"):
-        one_run(out, pretrained_path=file)
-    options = options_of(one_run(out, pretrained=True, pretrained_path=file))
-    model = build_model(Namespace(**options), 10, 1)
-    assert model.head.weight.shape == (10, 16)
-    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items() if "head." not in name)
-    study = plan.read(out)["study"]
-    assert next(report.of_data(report.layout_of(study))) == f"The runs start from the weights of {file}."
+@pytest.fixture(scope="module")
+def three_classes(tmp_path_factory):
+    """Return a file with the weights of a linear model of three classes, and these weights."""
+    folder = tmp_path_factory.mktemp("three")
+    trained = build_model(Namespace(**{**options_of(one_run(folder / "run", "linear")), "seed": 7}), 3, 1).state_dict()
+    torch.save({"state_dict": trained}, folder / "three.pth")
+    return str(folder / "three.pth"), trained
+
+
+def test_weights_of_other_classes_in_the_lab(tmp_path, three_classes):
+    """All connections start from the weights in the file, with the same new classifier."""
+    file, trained = three_classes
+    request = compared(tmp_path / "out", ["linear", "feature", "hybrid"], weights=file,
+                       model_kwargs={"connection_start": "linear"})
+    heads = []
+    for name in planned(request).runs:
+        state = build_model(Namespace(**options_of(tmp_path / "out" / name)), 10, 1).state_dict()
+        heads.append(state["head.weight"])
+        assert all(torch.equal(state[key], value) for key, value in trained.items() if "head." not in key)
+    assert heads[0].shape == (10, 16)
+    assert torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[0], heads[2])
+    said = next(report.of_data(report.layout_of(plan.read(tmp_path / "out")["study"])))
+    assert said == f"The runs start from the weights of {file} with a new classifier."
+    options = options_of(tmp_path / "out" / "linear-seed0")
     with pytest.raises(TypeError, match="multiple values"):
         build_model(Namespace(**{**options, "model_kwargs": {"pretrained_cfg_overlay": {}}}), 10, 1)
+    with pytest.raises(LabError, match="pretrained_path has no effect without pretrained: set pretrained to true, too"):
+        one_run(tmp_path / "other", pretrained_path=file)
+
+
+def test_cells_of_a_study_start_from_their_own_weights(tmp_path, three_classes):
+    file, _ = three_classes
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({
+        "title": "Which weights?", "connections": ["linear"], "scales": {"smoke": {"seeds": 1}},
+        "grid": {"start": {"file": {"weights": file}, "none": {"weights": ""}, "random": {}}}}))
+    variants = design.load(str(tmp_path / "study.yaml"), "smoke").variants({"dataset": "digits", "device": "cpu"})
+    assert [variant.options.pretrained_path for variant in variants] == [file, None, None]
+    assert [variant.options.pretrained for variant in variants] == [True, False, False]
+
+
+@pytest.mark.parametrize(("case", "message"), [
+    ("missing", r"a.pth cannot be read \(No such file or directory\)"), ("pickle", re.escape(CALLS)),
+    ("deeper", "the weights do not fit vit_small_ortho: surplus: blocks.2"),
+    ("test_vit", "not a checkpoint of vit_small_ortho")])
+def test_a_file_of_weights_that_cannot_be_used_is_one_line(tmp_path, capsys, three_classes, case, message):
+    file = tmp_path / "a.pth"
+    if case == "deeper":
+        torch.save({**three_classes[1], "blocks.2.attn.qkv.weight": torch.zeros(3)}, file)
+    elif case == "test_vit":
+        torch.save(timm.create_model("test_vit").state_dict(), file)
+    elif case == "pickle":
+        torch.save({"state_dict": Evil(tmp_path / "ran")}, file)
+    with pytest.raises(LabError, match=f"^option 'weights': [^\n]*{message}[^\n]*$"):
+        one_run(tmp_path / "out", "linear", weights=str(file))
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def options_of(folder):

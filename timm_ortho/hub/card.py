@@ -65,7 +65,8 @@ _EFFECTS = {
 
 # timm's options that the recipe table lists, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
-    aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained seed""".split()
+    aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained pretrained_path
+    initial_checkpoint seed""".split()
 
 _OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of these weights, %"}
 

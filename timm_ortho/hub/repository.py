@@ -10,6 +10,7 @@
 Before publication, the model is loaded from the folder. Its logits must be bit-identical to those of the original.
 """
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,6 @@ from .card import CURVE, Subject, draw_curve, model_card
 
 Model = Union[nn.Module, str, Path]
 
-_OTHER_WEIGHTS = ("pretrained_path", "initial_checkpoint")  # options of train.py that replace pretrained weights
 CARD = "README.md"
 FILES = (CARD, "model.safetensors", "config.json", CURVE)  # the card first, so that an interrupted export is recognised
 
@@ -146,8 +146,7 @@ class Publication:
                 trained = run_model(run)
             except UserError as error:
                 raise PublishError(str(error)) from None
-            is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
-            return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
+            return cls(trained, repo_id, run, _initial(run.options, trained))
         if ema:
             raise PublishError("ema=True needs the path of a checkpoint; to publish a module of EMA weights, omit ema")
         return cls(_detached(model), repo_id, None, getattr(unwrap_model(model), "began_with", {}))
@@ -311,6 +310,15 @@ def _home(architecture: str) -> str:
         return home
     home = model_entrypoint(base).__module__  # the author called register_variants
     return "__main__" if home.partition(".")[0] == "timm" else home
+
+
+def _initial(options: Mapping[str, Any], trained: nn.Module) -> Mapping[str, Any]:
+    """Return the pretrained_cfg of the weights that a run started with; of a file, only its repository on the Hub."""
+    file = options.get("initial_checkpoint") or (options.get("pretrained") and options.get("pretrained_path"))
+    if file:  # in huggingface_hub's cache, its path contains the repository
+        cached = re.search(r"models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\]", str(file))
+        return {"hf_hub_id": "/".join(cached.groups())} if cached else {}
+    return trained.pretrained_cfg if options.get("pretrained") else {}
 
 
 # Fields of a pretrained_cfg that describe the weights of the base model.

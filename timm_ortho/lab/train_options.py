@@ -33,6 +33,10 @@ DEVICE_OPTIONS = {
     "rand_augment": {"type": "int", "default": None, "list": True, "lab": "used", "about": "data"},
 }
 
+# A file of weights to start from, with a new classifier: short for timm's `pretrained` and `pretrained_path`. The plan
+# of a run contains only timm's options.
+_WEIGHTS = {"weights": {"type": "str", "default": "", "lab": "used", "about": "data"}}
+
 # Allowed numbers of options that timm reads without a check, or checks only while it trains: the description, a test of
 # a value, and the names of the options.
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -55,7 +59,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def known_options() -> Mapping[str, Mapping[str, Any]]:
     """Return the options of timm's `train.py` and of the lab's own loop by name, with the keys above."""
     file = files(__package__).joinpath("recipes", "train_options.json")
-    return {**json.loads(file.read_text(encoding="utf-8")), **DEVICE_OPTIONS}
+    return {**json.loads(file.read_text(encoding="utf-8")), **DEVICE_OPTIONS, **_WEIGHTS}
 
 
 def defaults() -> dict[str, Any]:

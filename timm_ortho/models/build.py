@@ -95,7 +95,8 @@ def _refuse_weights_of_timm(name: str, connection: str, cfg: PretrainedCfg) -> N
     if not (cfg.has_weights or cfg.state_dict) and is_model_pretrained(base):
         raise WeightsError(
             f"{name} has no weights of its own, and timm's weights of {base} were trained with plain addition: use "
-            f"timm_ortho.connect(timm.create_model({base!r}, pretrained=True), {connection!r}), or pretrained=False")
+            f"timm_ortho.connect(timm.create_model({base!r}, pretrained=True), {connection!r}), timm-ortho compare "
+            "--weights FILE, or pretrained=False")
 
 
 # The fields of a PretrainedCfg that describe weights, with their default values.

@@ -33,7 +33,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
   an axis of the study, the axis has only the values that the scale lists |
 
 A value of an axis may change `model`, `recipe`, `connections`, and all of timm's options except `seed` and the options
-of the data set, such as `dataset`, `in_chans` and `train_num_samples`. In place of `connections` it may set
+of the data set, such as `dataset`, `in_chans` and `train_num_samples`. The option `weights` names a file of weights to
+start from, as `timm-ortho compare --weights`. In place of `connections` it may set
 `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
 `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
 arguments of the model. `model_kwargs` of a scale or of an axis value are added to the study's `model_kwargs`.

@@ -217,7 +217,8 @@ def _description(
 def _weights(variant: Variant) -> str:
     """Return the file or the pretrained model whose weights a variant starts from; empty for random weights."""
     options = vars(variant.options)
-    pretrained = options.get("pretrained") and (options.get("pretrained_path") or options["model"])
+    path = options.get("pretrained_path")
+    pretrained = options.get("pretrained") and (f"{path} with a new classifier" if path else options["model"])
     return options.get("initial_checkpoint") or pretrained or ""
 
 

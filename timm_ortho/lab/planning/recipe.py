@@ -78,7 +78,10 @@ def resolve_variant(requested: Mapping[str, Any], name: str, source: str = "the 
         values = {key: value for key, value in values.items() if key not in _BY_MODEL}
     kwargs = {**(values.get("model_kwargs") or {}), **(requested.get("model_kwargs") or {})}
     values = {**values, **requested, "model": base, "model_kwargs": kwargs}
+    if values.get("weights"):
+        values.update(pretrained=True, pretrained_path=values["weights"])
     options = resolve(values)
+    del options.weights
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     check_modules(vars(options), source if "device_modules" in requested else f"recipe '{name}'")

@@ -46,21 +46,22 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
     """Create the model that timm's options describe. Its weights are initialised with `options.seed`.
 
     Raises:
-        LabError: The weights of `initial_checkpoint` cannot be used.
+        LabError: The file of weights cannot be used.
     """
     random_seed(options.seed)
-    model = create_model(
-        {**vars(options), "in_chans": in_chans, "num_classes": num_classes},
-        drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
-        **options.model_kwargs,
-    )
-    if options.initial_checkpoint:
-        try:
+    try:
+        model = create_model(
+            {**vars(options), "in_chans": in_chans, "num_classes": num_classes},
+            drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
+            **options.model_kwargs,
+        )
+        if options.initial_checkpoint:
             load_weights(model, options.initial_checkpoint)
-        except (OSError, WeightsError) as error:
-            advice = "; for other classes, use the options pretrained=true and pretrained_path=FILE"
-            advice = advice if "size mismatch" in str(error) else ""
-            raise LabError(f"option 'initial_checkpoint': {error_text(error)}{advice}") from None
+    except (OSError, WeightsError) as error:
+        key = "weights" if options.pretrained_path else "pretrained"
+        key = "initial_checkpoint" if options.initial_checkpoint else key
+        advice = "; for other classes, use weights in its place" if "size mismatch" in str(error) else ""
+        raise LabError(f"option '{key}': {error_text(error)}{advice}") from None
     return model
 
 
