@@ -549,7 +549,7 @@ def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
     with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
-        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
+        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {"dataset": "digits"}, stop_epoch=1)])}, ["a"])
 
 
 @pytest.mark.parametrize(("jobs", "squeue", "failed"), [

@@ -356,11 +356,11 @@ def test_foreign_folders_are_refused(tmp_path):
     (damaged / "study.yaml").write_text("a: [1")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, and plan the runs again"):
         planned(compared(damaged))
-    (damaged / "study.yaml").write_text("[1]")
+    (damaged / "study.yaml").write_text("[1]\n")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
         plan.read(damaged)
     (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
-    run_plan.write_text("[1]")
+    run_plan.write_text("[1]\n")
     with pytest.raises(LabError, match=r"run.yaml is from another version .*remove .*linear-seed0, or choose another"):
         planned(compared(tmp_path / "old", ["linear"]))
 

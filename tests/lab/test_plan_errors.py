@@ -178,7 +178,7 @@ def test_streamed_data_sets(tmp_path, monkeypatch):
     with pytest.raises(LabError, match="a streamed data set is never complete in memory"):
         planned(compared(tmp_path / "out", num_classes=10, device_images=True, **given))
     epochs = []
-    run.run(one_run(tmp_path / "out", num_classes=10, **given))
+    run.run(one_run(tmp_path / "out", num_classes=10, **given), named={"dataset": "tfds/mnist"})
     assert epochs == [0, 1]
 
 

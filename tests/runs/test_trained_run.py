@@ -116,7 +116,7 @@ def test_wrong_paths(grid, copied, tmp_path):
     bare = timm_run(tmp_path / "run")
     (bare / "args.yaml").write_text(":")
     assert "args.yaml cannot be read (" in message(bare)
-    (bare / "args.yaml").write_text("[1]")
+    (bare / "args.yaml").write_text("[1]\n")
     assert "args.yaml cannot be read (it contains no mapping)" in message(bare)
 
 
