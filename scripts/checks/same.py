@@ -4,7 +4,7 @@
     python -m scripts.checks.same --against OUT.json   print the names whose hashes differ, and exit with 1 if any do
     python -m scripts.checks.same --only TEXT ...      only names with TEXT, such as timm/test_vit or results/studies/
 
-The models are those of the tests' tables, with every registered connection and some of their arguments. Hashes are
+The tests' tables list the models. Each is hashed with every registered connection and some arguments. Hashes are
 equal only on one machine with equal releases of torch and the libraries. All names take 3 minutes on two idle cores.
 For another checkout, set PYTHONPATH to it and run this file by its path.
 """
@@ -106,7 +106,8 @@ def main():
     if args.against:
         known = {key: old for key, old in json.loads(Path(args.against).read_text()).items() if args.only in key}
         differing = [key for key in {**known, **hashes} if known.get(key) != hashes.get(key)]
-        print(*(f"{key}: {known.get(key)} became {hashes.get(key)}" for key in differing), sep="\n")
+        lines = [f"{key}: {known.get(key)} became {hashes.get(key)}" for key in differing]
+        print(*lines, f"{len(differing)} of {len({**known, **hashes})} differ", sep="\n")
         return bool(differing)
 
 

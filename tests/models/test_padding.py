@@ -91,6 +91,8 @@ def assert_same(results, expected):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_padding_changes_nothing(options):
     """Images of four shapes have the same logits and gradients in one padded batch as in four batches of one image."""
+    if options.get("rope_type") == "mixed" and timm.__version__ in ("1.0.29", "1.0.30"):
+        pytest.skip("this timm passes the dtype of mixed rotary embeddings as their device")
     model = naflex(**options)
     assert {type(site.connection).__name__ for site in sites(model)} >= {"GlobalConnection"}
     if "connection_prob" in options:
