@@ -1,7 +1,7 @@
 """Compare outputs and gradients of small models, and the tables of published results, before and after a change.
 
-    python -m scripts.checks.same OUT.json                    write the hashes of this checkout
-    python -m scripts.checks.same OUT.json --against OLD.json   also print names whose hashes differ; exit status 1 if any
+    python -m scripts.checks.same OUT.json                      write the hashes of this checkout
+    python -m scripts.checks.same OUT.json --against OLD.json   print names whose hashes differ; exit status 1 if any
     python -m scripts.checks.same OUT.json --only TEXT          only names with TEXT, such as timm/test_vit
 
 Hashes are equal only on one machine with equal releases of all libraries. All names take 3 minutes on two idle cores.
