@@ -61,10 +61,19 @@ def fake_tensors() -> ContextManager:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_intercepted() -> bool:
-    """Return whether a tracer, transform or dispatch mode is active, without the time of several calls."""
-    return (torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None)
+def is_eager(*tensors: Optional[Tensor]) -> bool:
+    """Return whether eager code computes with plain tensors: no compiler, tracer, transform, mode or subclass.
+
+    Gradients in ``torch.autograd.grad(is_grads_batched=True)`` are not plain. None is ignored.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or (
+            torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+            or torch._C._get_tracing_state() is not None):
+        return False
+    for tensor in tensors:
+        if tensor is not None and (not is_plain(tensor) or is_batched(tensor)):
+            return False
+    return True
 
 
 def is_observed(*tensors: Tensor) -> bool:
