@@ -23,6 +23,10 @@ current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {}
 # Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+# Return the index of the current CUDA device, and the address of a device's current stream. Builds without CUDA have none.
+current_cuda_device, raw_cuda_stream = (
+    getattr(torch._C, name, None) for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"))
+
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -68,10 +72,10 @@ def is_eager(*tensors: Optional[Tensor]) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or (
             torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-            or torch._C._get_tracing_state() is not None):
+            or torch._C._is_tracing()):
         return False
-    for tensor in tensors:
-        if tensor is not None and (not is_plain(tensor) or is_batched(tensor)):
+    for tensor in tensors:  # noqa: SIM110 a generator takes longer
+        if tensor is not None and (type(tensor) not in _PLAIN or is_batched(tensor)):
             return False
     return True
 
@@ -86,9 +90,12 @@ def is_observed(*tensors: Tensor) -> bool:
             or any(is_batched(tensor) or not is_plain(tensor) for tensor in tensors))
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain Tensor or Parameter. Subclasses can override every operation."""
-    return type(tensor) in (Tensor, nn.Parameter)
+    return type(tensor) in _PLAIN
 
 
 def is_recorded() -> bool:

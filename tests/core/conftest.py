@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from helpers.kernel_cases import kernels
 
 from timm_ortho import functional

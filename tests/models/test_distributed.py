@@ -23,7 +23,7 @@ CASES = {
     **{f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
        for connection in timm_ortho.CONNECTIONS if connection != "linear" for checkpointed in ("", " checkpointed")},
 }
-if backend.why_not_triton(torch.ones(1), torch.ones(1)) is None:  # the update with its norm, in Triton's interpreter
+if backend.why_not_triton("cpu") is None:  # the update with its norm, in Triton's interpreter
     CASES["kernels"] = dict(connection="feature", backend="triton")
     CASES["kernels checkpointed"] = dict(connection="feature", backend="triton", checkpointing=True)
 # FSDP2 of torch 2.6 supports only GPUs.

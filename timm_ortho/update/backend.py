@@ -16,7 +16,7 @@ import threading
 import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from timm.layers import LayerNorm, RmsNorm
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from .._checks import check_tensors, known_name
 from .._compat import has_hooks, is_eager, own_parameters
-from .gradient import KernelFailed
 
 BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE, NORM_VARIABLE = "TIMM_ORTHO_BACKEND", "TIMM_ORTHO_FUSE_NORM"
@@ -134,8 +133,8 @@ def can_run(name: str, x: Tensor) -> bool:
     if name != "auto":
         known_backend(name, BACKEND_VARIABLE)
         if reason:
-            raise RuntimeError(f"backend {name!r}, from an argument, use_backend or {BACKEND_VARIABLE}, cannot run: "
-                               f"{reason}; choose 'torch' or 'auto'")
+            raise RuntimeError(f"backend {name!r} cannot run: {reason}; choose 'torch' or 'auto' in an argument, "
+                               f"use_backend or {BACKEND_VARIABLE}")
     return reason is None
 
 
@@ -191,8 +190,8 @@ def add_plan(key: Tuple[Any, ...], name: str, x: Tensor, make: Callable[[], Any]
             raise error
         plans[key] = None
         warnings.warn(
-            f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {error}; the torch backend is used from now "
-            f"on. Please report this. {BACKEND_VARIABLE}=torch avoids the test", RuntimeWarning, stacklevel=2)
+            f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {error}; the torch backend is used from "
+            f"now on. Please report this. {BACKEND_VARIABLE}=torch avoids the test", RuntimeWarning, stacklevel=2)
 
     if plan is not None:
         plan.fails = fails
@@ -202,36 +201,10 @@ def add_plan(key: Tuple[Any, ...], name: str, x: Tensor, make: Callable[[], Any]
         if x.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
             del plans[key]  # the test synchronises the device: test a later call
             return plan
-        problem = _problem(plan)
+        problem = plan.problem()
         _passed[plan.case] = not problem
         if problem:
             fails(RuntimeError(problem))
     if not _passed[plan.case]:
         plans[key] = None
     return plans[key]
-
-
-def _problem(plan: Any) -> str:
-    """Compare kernels with torch, forward and backward, on a few projections. Return what is wrong."""
-    measured = []  # for each result: largest error divided by the tolerance, which is relative to the largest value
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(plan.device.type, enabled=False):
-        small, inputs = plan.small()
-        small.fails = plan.fails
-        try:
-            results, expected = (_with_gradients(update, inputs) for update in (small, small.by_torch))
-        except KernelFailed as error:
-            return str(error)
-        for result, value in zip(results, expected, strict=True):
-            allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max()
-            measured.append(((result - value).abs().max() / allowed).float())
-    worst = torch.stack(measured).max().item()
-    return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
-
-
-def _with_gradients(update: Callable[..., Any], inputs: Sequence[Optional[Tensor]]) -> Sequence[Tensor]:
-    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
-    outputs = update(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    gradients = [output.detach().flip(0) for output in outputs]
-    trained = [t for t in inputs if t is not None]
-    return *(output.detach() for output in outputs), *torch.autograd.grad(outputs, trained, gradients)

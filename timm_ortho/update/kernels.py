@@ -19,13 +19,14 @@ dominates small models. Sums have a fixed order and use no atomics, so results a
 synchronise the device and can be captured in a CUDA graph.
 """
 import math
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._compat import current_cuda_device, raw_cuda_stream
 from .._text import error_text
 from .formula import plain_update
 from .gradient import KernelFailed, KernelUpdate, torch_gradients
@@ -174,8 +175,6 @@ def _gradients_kernel(
 # Releases of Triton whose compiled kernels take all arguments of the kernel, constants included. Other releases launch
 # through JITFunction each time.
 LAUNCHES_DIRECTLY = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
-_current_device, _raw_stream = (
-    getattr(torch._C, name, None) for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"))
 _runtime = triton.knobs.runtime
 
 
@@ -203,7 +202,7 @@ class Launch:
 
     def __call__(self, given: Sequence[Optional[Tensor]], made: Sequence[Optional[Tensor]]) -> None:
         """Launch the kernel with tensors that may be unaligned, and with tensors that torch has just allocated."""
-        if self.device is not None and _current_device() != self.device:
+        if self.device is not None and current_cuda_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(given, made)
         addresses = 0
@@ -213,7 +212,7 @@ class Launch:
         if self.compiled is not None and addresses % 16 == 0 and not (
                 _runtime.launch_enter_hook.calls or self.kernel.pre_run_hooks):
             run, function, metadata = self.compiled
-            run(self.programs, 1, 1, _raw_stream(self.device), function, metadata, None, None, None, *given, *made,
+            run(self.programs, 1, 1, raw_cuda_stream(self.device), function, metadata, None, None, None, *given, *made,
                 *self.constants)
             return None
         try:
@@ -266,7 +265,7 @@ class Plan:
 
     Attributes:
         recover: Whether the backward pass recovers f from y, which requires a = 0 and b = 1.
-        case: What the test of the kernels depends on, see :func:`timm_ortho.update.backend.plan_of`.
+        case: What the test of the kernels depends on, see :func:`timm_ortho.update.backend.add_plan`.
         fails: Called with a :class:`KernelFailed`.
     """
 
@@ -377,6 +376,36 @@ class Plan:
 
     def by_torch(self, x: Tensor, f: Tensor) -> Any:
         return plain_update(x, f, self.a, self.b, self.dims, self.eps)
+
+    def problem(self) -> str:
+        """Compare kernels with torch, forward and backward, on a few projections. Return what is wrong."""
+        measured = []  # for each result: largest error divided by the tolerance, which is relative to the largest value
+        with (torch.inference_mode(False), torch.enable_grad(), torch.autocast(self.device.type, enabled=False),
+              torch.autograd.graph.saved_tensors_hooks(_same, _same)):  # a checkpoint counts all saved tensors
+            small, inputs = self.small()
+            small.fails = self.fails
+            try:
+                results, expected = (_with_gradients(update, inputs) for update in (small, small.by_torch))
+            except KernelFailed as error:
+                return str(error)
+            for result, value in zip(results, expected, strict=True):
+                allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max()
+                measured.append(((result - value).abs().max() / allowed).float())
+        worst = torch.stack(measured).max().item()
+        return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _with_gradients(update: Callable[..., Any], inputs: Sequence[Optional[Tensor]]) -> Sequence[Tensor]:
+    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    outputs = update(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = torch.autograd.grad(outputs, [t for t in inputs if t is not None], [
+        waves(y.shape, y.dtype, y.device, seed) for seed, y in enumerate(outputs, 2)])
+    return *(y.detach() for y in outputs), *grads
 
 
 def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
