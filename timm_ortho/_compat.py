@@ -23,7 +23,7 @@ current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {}
 # Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
-# Return the index of the current CUDA device, and the address of a device's current stream. Builds without CUDA have none.
+# Return the current CUDA device's index, and the address of a device's current stream. Builds without CUDA have none.
 current_cuda_device, raw_cuda_stream = (
     getattr(torch._C, name, None) for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"))
 

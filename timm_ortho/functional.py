@@ -5,7 +5,7 @@ the two parts. :func:`choose_backend` and :func:`use_backend` select the impleme
 """
 from functools import partial
 from numbers import Integral
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ def checked_update(
             f = f.view_as(f)
         y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
         return y if isinstance(y, Tensor) else y[0]
-    return update(x, f, a, b, dims, eps, False)[0]
+    return update(x, f, a, b, cast(List[int], dims), eps, False)[0]
 
 
 def update_with_norm(

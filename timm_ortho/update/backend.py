@@ -117,7 +117,7 @@ def choose_backend(
         return "torch"
     from .kernels import view_of
 
-    dims = check_tensors(x, f, [dim] if isinstance(dim, int) else dim)
+    dims = check_tensors(x, f, [dim] if isinstance(dim, int) else None if dim is None else list(dim))
     return "torch" if view_of(x, f, dims) is None else "triton"
 
 
@@ -180,7 +180,7 @@ def add_plan(key: Tuple[Any, ...], name: str, x: Tensor, make: Callable[[], Any]
     Returns:
         The plan, or None if torch computes the update.
     """
-    plan = make() if can_run(name, x) else None
+    plan: Any = make() if can_run(name, x) else None
     if len(plans) >= 1024:  # many different shapes or weights: start again
         plans.clear()
     plans[key] = plan
