@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from helpers.kernel_cases import kernels
 
-from timm_ortho import functional
+from timm_ortho import connections, functional
 from timm_ortho.update import backend as backends
 
 
@@ -25,7 +25,8 @@ def auto_is_triton(monkeypatch):
         name = backend or backends.default()
         return None if name == "torch" else name
 
-    monkeypatch.setattr(functional, "asked_for", asked_for)
+    for module in (functional, connections):
+        monkeypatch.setattr(module, "asked_for", asked_for)
     monkeypatch.setattr(backends, "_passed", {})
 
 

@@ -93,14 +93,14 @@ ALIGNED = {"tokens": 16, "tokens in float32": 16, "odd tokens": 16, "longest row
 
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory):
-    """Return the rows that helpers/compiled_kernels.py prints for compute capabilities 8.0 and 9.0."""
+    """Return the rows that helpers/compiled_kernels.py prints for compute capabilities 8.0, 9.0 and 10.0."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("the installed Triton has no cuobjdump")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "helpers" / "compiled_kernels.py", "80", "90"],
+        [sys.executable, Path(__file__).parents[1] / "helpers" / "compiled_kernels.py", "80", "90", "100"],
         env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -108,9 +108,11 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """Kernels spill at most 32 bytes. The test does not limit the number of registers, which depends on Triton."""
-    assert {row["arch"] for row in compiled_kernels} == {80, 90}
-    assert [row for row in compiled_kernels if row["stack"] > 32 or row["local"]] == []
+    """Kernels spill at most 32 bytes, one of them 88. The test does not limit the number of registers, which depends on Triton."""
+    assert {row["arch"] for row in compiled_kernels} == {80, 90, 100}
+    spilling = [row for row in compiled_kernels if row["stack"] > 32 or row["local"]]
+    assert [(row["size"], row["kernel"]) for row in spilling if row["arch"] < 100] == []
+    assert {(row["size"], row["kernel"]) for row in spilling} <= {("many channels in float32", "backward")}
 
 
 STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
@@ -118,6 +120,14 @@ STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
     "sums forward": dict(loads=2), "sums backward": dict(loads=2),
     "norm forward": dict(loads=2, stores=2), "norm backward": dict(loads=4, stores=2),
 }
+
+
+@pytest.mark.slow
+def test_rows_of_up_to_512_channels_need_no_barrier(compiled_kernels):
+    rows = [row for row in compiled_kernels if row["size"] in ("ViT-S", "512 wide", "narrow tokens")
+            and row["kernel"] in ("forward", "backward", "norm forward")]
+    assert {row["size"] for row in rows} == {"ViT-S", "512 wide", "narrow tokens"}
+    assert [row for row in rows if row["barriers"]] == []
 
 
 @pytest.mark.slow

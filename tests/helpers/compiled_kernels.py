@@ -38,7 +38,8 @@ SIZES = {  # shape (outer, width, inner) of the view that the kernels read; dtyp
     "many channels in float32": (64, 2048, 7 * 7, "fp32"),
     "global": (256, 197 * 768, 1, "bf16"),
 }
-NORMED = ("tokens", "ViT-S", "narrow tokens", "tokens in float32", "odd tokens")  # also compiled with the norm that follows
+# Sizes that are also compiled with the norm that follows.
+NORMED = ("tokens", "ViT-S", "narrow tokens", "tokens in float32", "odd tokens")
 KEPT = ("tokens", "channels", "global")  # sizes that are also compiled with the branch output kept
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -87,7 +88,8 @@ def resources(compiled):
             [CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     return dict(
-        registers=usage["REG"], stack=usage["STACK"], local=usage["LOCAL"], shared=usage["SHARED"], barriers=compiled.asm["ptx"].count("bar.sync"),
+        registers=usage["REG"], stack=usage["STACK"], local=usage["LOCAL"], shared=usage["SHARED"],
+        barriers=compiled.asm["ptx"].count("bar.sync"),
         loads=accesses(compiled.asm["ptx"], "ld"), stores=accesses(compiled.asm["ptx"], "st"))
 
 
@@ -105,8 +107,8 @@ def launches(size, keep_branch):
     parts = "fp32" if plan.kind == "long" else None
     numbers = plan.b, plan.a - plan.b
 
-    def launch(name, kernel, pointers, *constants, **options):
-        return name, kernel, pointers, constants, dict(options or plan.options, enable_fp_fusion=True)
+    def launch(name, kernel, pointers, *constants, num_warps=plan.warps):
+        return name, kernel, pointers, constants, dict(num_warps=num_warps, enable_fp_fusion=True)
 
     yield launch("forward", kernels._update_kernel, [dtype] * 3 + ["fp32", "fp32", parts], *numbers, plan.eps,
                  *plan.constants)
@@ -114,7 +116,7 @@ def launches(size, keep_branch):
                  *plan.constants, plan.recover)
     if parts:
         for name, squares in (("sums forward", True), ("sums backward", False)):
-            yield launch(name, kernels._sums_kernel, [dtype, dtype, parts], *plan.pieces[1], squares, num_warps=8)
+            yield launch(name, kernels._sums_kernel, [dtype, dtype, parts], *plan.pieces[1], squares)
     if size in NORMED and not keep_branch:
         x = x[..., 0]
         plan = norm.NormPlan(x, x, 1e-6, True, 1e-6, x.dtype, [torch.float32] * 2)

@@ -34,8 +34,9 @@ from .gradient import KernelFailed, KernelUpdate, torch_gradients
 LONGEST_ROW, LONGEST_COLUMN = 8192, 2048  # longest projections in one tile
 TILE = 512  # elements of each tensor in a tile of rows (at least one row): one warp then sums a row without a barrier
 LONG_TILE, MOST_PIECES = 4096, 1024  # of a long row: elements in a tile, and most pieces that are summed separately
-COLUMNS, PIXELS = 8192, 16  # elements in a tile of columns, and its least pixels: 32 bytes in half precision
+COLUMNS, MOST_COLUMNS, PIXELS = 4096, 16384, 16  # elements in a tile of columns, most elements, and least pixels
 PER_THREAD = 16  # elements of each tensor per thread: two 16-byte loads in half precision, four in float32
+PER_THREAD_OF_COLUMNS = 8  # with 16, a kernel needs more than 64 registers, and half as many warps run at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -283,13 +284,12 @@ class Plan:
         self.saved = [(t.stride(), t.dtype) for t in (x, kept, *2 * [torch.empty_strided(**self.sums)])]
         self.launches: Dict[Any, Launch] = {}
         block_w, unit = triton.next_power_of_2(width), math.gcd(width if inner == 1 else inner, 16)
-        block_p, pieces, block_pieces, registers = 1, 1, 1, None
+        block_p, pieces, block_pieces, per_thread = 1, 1, 1, PER_THREAD
         if inner > 1:
-            self.kind = "columns"
-            block_p = min(max(PIXELS, COLUMNS // block_w), 2 * COLUMNS // block_w,
+            self.kind, per_thread = "columns", PER_THREAD_OF_COLUMNS
+            block_p = min(max(PIXELS, COLUMNS // block_w), MOST_COLUMNS // block_w,
                           max(PIXELS, triton.next_power_of_2(inner)))
             self.programs = outer * triton.cdiv(inner, block_p)
-            registers = 64 if width <= 512 else None  # twice as many warps at once; longer columns would spill
         elif width <= LONGEST_ROW:
             self.kind = "rows"
             block_p = max(1, TILE // block_w)
@@ -302,7 +302,7 @@ class Plan:
             pieces = triton.cdiv(width, piece_width)
             block_pieces = triton.next_power_of_2(pieces)
             self.pieces = outer * pieces, (width, pieces, piece_width, unit, block_w)
-        self.options = dict(num_warps=min(16, max(1, block_p * block_w // (32 * PER_THREAD))), maxnreg=registers)
+        self.warps = min(16, max(1, block_p * block_w // (32 * per_thread)))
         self.constants = outer, width, inner, pieces, self.kind, unit, block_p, block_w, block_pieces
         self.case: Tuple[Any, ...] = (x.device, x.dtype, f.dtype, self.kind)
 
@@ -357,13 +357,14 @@ class Plan:
         parts = p.new_empty((2, programs), dtype=torch.float32)
         key = "parts", squares
         if key not in self.launches:
-            self.launches[key] = Launch(_sums_kernel, programs, (*constants, squares), self.device, num_warps=8)
+            self.launches[key] = Launch(
+                _sums_kernel, programs, (*constants, squares), self.device, num_warps=self.warps)
         self.launches[key]((p, q), (parts,))
         return parts
 
     def _launch(self, key: Any, kernel: Any, *constants: Any) -> Launch:
         """Make and store the launch of a kernel. The key determines which pointers are None."""
-        launch = self.launches[key] = Launch(kernel, self.programs, constants, self.device, **self.options)
+        launch = self.launches[key] = Launch(kernel, self.programs, constants, self.device, num_warps=self.warps)
         return launch
 
     # ------------------------------------------------------------------------------ for the test of the kernels
