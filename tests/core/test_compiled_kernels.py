@@ -108,7 +108,7 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """Kernels spill at most 32 bytes, one of them 88. The test does not limit the number of registers, which depends on Triton."""
+    """Kernels spill at most 32 bytes, except one on sm_100. The number of registers depends on Triton."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90, 100}
     spilling = [row for row in compiled_kernels if row["stack"] > 32 or row["local"]]
     assert [(row["size"], row["kernel"]) for row in spilling if row["arch"] < 100] == []
@@ -135,10 +135,10 @@ def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
     rows = [row for row in compiled_kernels if row["size"] in ALIGNED]
     assert {row["size"] for row in rows} == {*ALIGNED}
     for row in rows:
-        with_norm = row["kernel"].startswith("norm")  # four elements per thread: 8 bytes in half precision
-        at_once = 8 if with_norm and "float32" not in row["size"] else ALIGNED[row["size"]]
+        half = row["kernel"] == "norm backward" and "float32" not in row["size"]  # four elements per thread: 8 bytes
+        at_once = 8 if half else ALIGNED[row["size"]]
         for name, streams in STREAMS[row["kernel"]].items():
-            assert row[name].get(str(at_once), 0) >= (1 if with_norm else 2) * streams, row
+            assert row[name].get(str(at_once), 0) >= streams, row
             assert set(row[name]) <= {"16", str(at_once), "4"}, row
             # The small tensors (s, n = |x|^2 + eps, the partial sums and the weights) take 10 accesses of 4 bytes in
             # Triton 3.8, and 6 in other releases. A stream-sized tensor in accesses of 4 bytes would add at least 8.
