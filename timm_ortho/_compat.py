@@ -28,6 +28,10 @@ takes_source_arguments = "pretrained_model_args" in inspect.signature(timm.model
 # Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+# Return the current CUDA device's index, and the address of a device's current stream. Builds without CUDA have none.
+current_cuda_device, raw_cuda_stream = (
+    getattr(torch._C, name, None) for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"))
+
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -54,10 +58,19 @@ def fake_tensors() -> ContextManager:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_intercepted() -> bool:
-    """Return whether a tracer, transform or dispatch mode is active, without the time of several calls."""
-    return (torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None)
+def is_eager(*tensors: Optional[Tensor]) -> bool:
+    """Return whether eager code computes with plain tensors: no compiler, tracer, transform, mode or subclass.
+
+    Gradients in ``torch.autograd.grad(is_grads_batched=True)`` are not plain. None is ignored.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or (
+            torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+            or torch._C._is_tracing()):
+        return False
+    for tensor in tensors:  # noqa: SIM110 a generator takes longer
+        if tensor is not None and (type(tensor) not in _PLAIN or is_batched(tensor)):
+            return False
+    return True
 
 
 def is_observed(*tensors: Tensor) -> bool:
@@ -70,9 +83,12 @@ def is_observed(*tensors: Tensor) -> bool:
             or any(is_batched(tensor) or not is_plain(tensor) for tensor in tensors))
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain Tensor or Parameter. Subclasses can override every operation."""
-    return type(tensor) in (Tensor, nn.Parameter)
+    return type(tensor) in _PLAIN
 
 
 def returns_views(tensor: Tensor) -> bool:

@@ -45,7 +45,7 @@ from ._checks import (
 )
 from ._compat import has_hooks, observe
 from .functional import KEEPS, checked_update, update_with_norm
-from .update.backend import kernels_for
+from .update.backend import asked_for
 from .update.formula import Weight, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -300,7 +300,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if kernels_for(x) is not None and can_fuse_norm(self):
+        if not torch.compiler.is_compiling() and asked_for(x) is not None and can_fuse_norm(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 observe(self, (x, f), {"attn_mask": attn_mask}, both[0])

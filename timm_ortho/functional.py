@@ -3,31 +3,29 @@
 :func:`residual_update` returns the stream plus the weighted parts of the branch output, and :func:`decompose` returns
 the two parts. :func:`choose_backend` and :func:`use_backend` select the implementation.
 """
-import functools
+from functools import partial
 from numbers import Integral
-from types import ModuleType
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import has_hooks, is_intercepted, is_recorded, is_transformed, own_parameters, returns_views
+from ._compat import has_hooks, is_eager, is_recorded, is_transformed, own_parameters, returns_views
 from .update.backend import (
     BACKENDS,
     NORMS,
+    add_plan,
+    asked_for,
     choose_backend,
     fuses_norm,
-    kernels_for,
-    norm_plan_key,
-    norm_plans,
-    plan_key,
+    known_backend,
     plans,
     use_backend,
 )
-from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
-from .update.gradient import KernelUpdate, TorchUpdate, are
+from .update.formula import Weight, accumulate_in, plain_update, update, without_padding
+from .update.gradient import KernelFailed, TorchUpdate, are
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
@@ -119,6 +117,8 @@ def residual_update(
     check_weight("parallel", parallel)
     check_weight("orthogonal", orthogonal)
     known_name("keep", keep, KEEPS)
+    if backend is not None:
+        known_backend(backend)
     return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
 
 
@@ -131,49 +131,45 @@ def checked_update(
     Only the tensors and ``dims`` are checked here. Connections check their arguments at construction, because repeated
     checks take a noticeable share of a small model's time.
     """
-    kernels = kernels_for(x, backend) if mask is None else None
-    if kernels is not None and type(f) is Tensor and not (x.is_nested or f.is_nested or is_intercepted()):
-        plan = plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, kernels))
-        if plan is not None:  # earlier tensors with these shapes, strides and dtypes passed the following checks
-            return by_kernels(plan, x, f, a, b)
     if not (isinstance(x, Tensor) and isinstance(f, Tensor)) and has_torch_function_variadic(x, f):  # FX proxies
         return plain_update(x, f, a, b, dims, eps, mask)
     if x.is_nested or f.is_nested:
         raise ValueError("nested tensors are not supported: pass their packed tokens, x.values() and f.values()")
-    ndim = x.dim()
-    if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
-            or not x.is_floating_point() or not f.is_floating_point()):
-        dims = check_tensors(x, f, dims)
     if mask is not None:
+        check_tensors(x, f, dims)
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
-    name = choose_backend(x, f, backend)
-    if are(a, b, 1.0, 1.0):
-        return x + f
-    needs_gradient = torch.is_grad_enabled() and (
-        x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
-    if name == "torch" and not needs_gradient and not is_large(x) and not is_recorded():
-        return formula(x, f, a, b, dims, eps)[0]
-    if is_recorded() or is_transformed() or (needs_gradient and (returns_views(x) or returns_views(f))):
-        return plain_update(x, f, a, b, dims, eps)
-    if name == "torch":
-        if needs_gradient:
-            if x is f:  # the compiler of torch 2.11 halves the gradient of a tensor that is passed twice; 2.14 breaks
-                f = f.view_as(f)
-            y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
-            return y if isinstance(y, Tensor) else y[0]
-        return update(x, f, a, b, dims, eps, False)[0]
-    return by_kernels(_kernels().plan_of(x, f, tuple(dims), eps, a, b, keep_branch, backend), x, f, a, b)
-
-
-def by_kernels(plan: Any, x: Tensor, f: Tensor, a: Weight, b: Weight) -> Tensor:
-    learned: Tuple[Any, ...] = ()
-    if plan.a is None or plan.b is None:
-        learned = tuple(w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b))
-    if torch.is_grad_enabled() and (
-            x.requires_grad or f.requires_grad or (learned and (_is_learned(a) or _is_learned(b)))):
-        return KernelUpdate.apply(x, f, plan, *learned)[0]
-    return plan.forward(x, f, *(learned or (None, None)), False)[0]
+    eager = is_eager(x, f)
+    kernels = asked_for(x, backend) if eager and not (isinstance(a, Tensor) or isinstance(b, Tensor)) else None
+    key: Tuple[Any, ...] = ()
+    plan = None
+    if kernels is not None:
+        key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device,
+               None if dims is None else tuple(dims), eps, a, b, keep_branch, kernels)
+        plan = plans.get(key)
+    if plan is None:  # otherwise earlier tensors with these shapes, strides and dtypes passed the following checks
+        ndim = x.dim()
+        if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape
+                or x.device != f.device or not x.is_floating_point() or not f.is_floating_point()):
+            dims = check_tensors(x, f, dims)
+        if are(a, b, 1.0, 1.0):
+            return x + f
+        if not eager and (is_recorded() or is_transformed()
+                          or (torch.is_grad_enabled() and (returns_views(x) or returns_views(f)))):
+            return plain_update(x, f, a, b, dims, eps)
+        if kernels is not None and key not in plans:
+            plan = add_plan(key, kernels, x, partial(_plan, x, f, dims, eps, a, b, keep_branch))
+    if plan is not None:
+        try:
+            return plan(x, f)
+        except KernelFailed as error:
+            plan.fails(error)
+    if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b)):
+        if x is f:  # the compiler of torch 2.11 halves the gradient of a tensor that is passed twice; 2.14 breaks
+            f = f.view_as(f)
+        y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
+        return y if isinstance(y, Tensor) else y[0]
+    return update(x, f, a, b, cast(List[int], dims), eps, False)[0]
 
 
 def update_with_norm(
@@ -184,42 +180,43 @@ def update_with_norm(
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
     hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
     """
-    name = kernels_for(x, backend)
-    if (name is None or type(f) is not Tensor or type(norm) not in NORMS or not fuses_norm() or is_intercepted()
-            or has_hooks(norm)):
+    if not is_eager(x, f):
+        return None
+    kernels = asked_for(x, backend)
+    if kernels is None or type(norm) not in NORMS or not fuses_norm() or has_hooks(norm):
         return None
     parameters = own_parameters(norm)
     w, c = parameters.get("weight"), parameters.get("bias")
-    key = norm_plan_key(x, f, norm, w, c, eps, name)
-    plan = norm_plans.get(key)
-    if plan is None:
-        if choose_backend(x, f, backend, norm) != "triton with norm" or x.shape != f.shape or x.device != f.device:
-            return None
-        plan = _norm_kernels().make_plan(key, x, f, eps, norm, name == "auto")
-    if torch.is_grad_enabled() and (
-            x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
-            or (c is not None and c.requires_grad)):
-        return _norm_kernels().NormUpdate.apply(x, f, plan, w, c)[:2]
-    return plan.forward(x, f, w, c, False)[:2]
+    device = x.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, device, f.device, eps, kernels,
+           type(norm), norm.eps, norm.normalized_shape, type(w), None if w is None else w.dtype,
+           type(c), None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast)
+    plan = plans.get(key)
+    if plan is None and key not in plans:
+        plan = add_plan(key, kernels, x, partial(_norm_plan, x, f, eps, norm))
+    if plan is not None:
+        try:
+            return plan(x, f, w, c)
+        except KernelFailed as error:
+            plan.fails(error)
+    return None
 
 
 def _is_learned(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and weight.requires_grad
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    """Import :mod:`timm_ortho.update.kernels` on first use: Triton is optional and slow to import."""
-    from .update import kernels
+def _plan(x: Tensor, f: Tensor, dims: List[int], *arguments: Any) -> Any:
+    from .update.kernels import Plan, view_of  # Triton is optional and slow to import
 
-    return kernels
+    return None if view_of(x, f, dims) is None else Plan(x, f, dims, *arguments)
 
 
-@functools.cache
-def _norm_kernels() -> ModuleType:
-    from .update import norm
+def _norm_plan(*arguments: Any) -> Any:
+    from .update.norm import make_norm_plan
 
-    return norm
+    return make_norm_plan(*arguments)
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:

@@ -23,7 +23,7 @@ import argparse
 import statistics
 import time
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -37,13 +37,12 @@ RELATIVE_TO = {"connection": "add", "connection with norm": "add, norm"}
 
 
 class NoLaunch(kernels.Launch):
-    """A launch that prepares everything and then calls an empty function instead of a kernel."""
+    """A launch that reads the addresses and starts no kernel."""
 
-    __slots__ = ()
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.again = lambda *arguments: None
+    def __call__(self, given: Sequence[Optional[torch.Tensor]], made: Sequence[Optional[torch.Tensor]]) -> None:
+        for tensor in given:
+            if tensor is not None:
+                tensor.data_ptr()
 
 
 @contextmanager
@@ -53,7 +52,6 @@ def without_launches() -> Iterator[None]:
 
     def use(launch: Any) -> None:
         backend.plans.clear()
-        backend.norm_plans.clear()
         kernels.Launch = norm_kernels.Launch = launch
 
     use(NoLaunch)

@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from helpers.kernel_cases import kernels
 
 from timm_ortho import connections, functional
@@ -21,32 +20,22 @@ def no_default_backend():
 
 @pytest.fixture
 def auto_is_triton(monkeypatch):
-    """Let ``auto`` select the kernels on the CPU too. They are verified at the first call, as on CUDA."""
-    choose = functional.choose_backend
-
-    def triton_for_auto(x, f, backend=None, norm=None):
-        return choose(x, f, "triton" if (backend or backends.default()) == "auto" else backend, norm)
-
-    def kernels_for(x, backend=None):
+    """Let ``auto`` select the kernels on the CPU too. They are tested at first use, as on CUDA."""
+    def asked_for(x, backend=None):
         name = backend or backends.default()
-        return None if name == "torch" or type(x) is not torch.Tensor or torch.compiler.is_compiling() else name
+        return None if name == "torch" else name
 
-    monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
-    monkeypatch.setattr(functional, "kernels_for", kernels_for)
-    monkeypatch.setattr(connections, "kernels_for", kernels_for)
-    monkeypatch.setattr(backends, "_agrees", {})
+    for module in (functional, connections):
+        monkeypatch.setattr(module, "asked_for", asked_for)
+    monkeypatch.setattr(backends, "_passed", {})
 
 
 @pytest.fixture(autouse=True)
 def plans():
     """Forget the plans of earlier tests, because plans hold the functions that they call."""
-    def forget():
-        backends.plans.clear()
-        backends.norm_plans.clear()
-
-    forget()
+    backends.plans.clear()
     yield
-    forget()
+    backends.plans.clear()
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""Function modes and tensor subclasses, and the run-time check of Triton kernels."""
+"""Function modes and tensor subclasses, the test of Triton kernels at first use, and cases without kernels."""
 import contextlib
 import functools
 import os
 import threading
-import warnings
 
 import pytest
 import torch
@@ -60,12 +59,11 @@ def test_modes_and_subclasses_do_not_affect_the_checks(situation, x, f, words, b
 
 
 @needs_triton
-def test_modes_and_subclasses_do_not_affect_the_backend(situation, monkeypatch):
-    launched, update = [], kernels.Plan.update
-    monkeypatch.setattr(kernels.Plan, "update", lambda *args: launched.append(1) or update(*args))
+def test_modes_do_not_affect_the_backend_and_subclasses_use_torch(situation, calls):
     x, f, _ = tensors()
     y = residual_update(situation(x), situation(f), backend="triton")
-    assert launched == [1]
+    is_plain = type(situation(x)) is torch.Tensor
+    assert calls == ({"update": 1} if is_plain else {})
     torch.testing.assert_close(torch.Tensor(y), residual_update(x, f))
 
 
@@ -85,17 +83,10 @@ def test_export_records_the_plain_formula_for_any_backend(backend, needed):
     torch.testing.assert_close(program.module()(x, f), residual_update(x, f))
 
 
-@needs_triton
-def test_triton_refuses_dtypes_that_its_interpreter_stores_wrongly():
-    x, f, _ = tensors()
-    with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*float64.* bfloat16"):
-        residual_update(x.double(), f.bfloat16(), backend="triton")
-
-
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_batched_gradients(backend, weights):
-    x, f, _ = (t.double().requires_grad_() for t in tensors())
+    x, f, _ = (t.requires_grad_() for t in tensors())
     y = residual_update(x, f, parallel=weights[0], orthogonal=weights[1], backend=backend)
     g = torch.randn(4, *y.shape, dtype=y.dtype)
     batched = torch.autograd.grad(y, (x, f), g, is_grads_batched=True, retain_graph=True)
@@ -176,23 +167,21 @@ def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
 # ---------------------------------------------------------------------------------- "auto" with Triton kernels
 @pytest.fixture
 def auto(auto_is_triton):
-    """Return ``run`` with the backend ``auto``, which here selects Triton kernels that have not been checked yet."""
+    """Return ``run`` with the backend ``auto``, which here selects Triton kernels that have not been tested yet."""
     return functools.partial(run, "auto")
 
 
-def sabotaged(monkeypatch, name, spoil):
-    calls, original = [], getattr(kernels.Plan, name)
+def sabotaged(monkeypatch, spoil, plan=None):
+    """Let ``spoil`` change the results of the forward kernel. Return the shapes of its calls."""
+    calls, original = [], (plan or kernels.Plan).update
 
-    def kernel(plan, x, *args):
+    def update(plan, x, *args, **kwargs):
         calls.append(tuple(x.shape))
-        return spoil(original(plan, x, *args))
+        (y, *rest), saved = original(plan, x, *args, **kwargs)
+        return (spoil(y), *rest), saved
 
-    monkeypatch.setattr(kernels.Plan, name, kernel)
+    monkeypatch.setattr(plan or kernels.Plan, "update", update)
     return calls
-
-
-def in_first(spoil):
-    return lambda results: (spoil(results[0]), *results[1:])
 
 
 def last_is_wrong(y):
@@ -201,155 +190,159 @@ def last_is_wrong(y):
     return y
 
 
-SABOTAGE = {
-    "off by a percent": in_first(lambda y: 1.01 * y),
-    "wrong in the last sample": in_first(last_is_wrong),
-    "not a number": in_first(lambda y: y * float("nan")),
-}
+KINDS = {"rows": ((3, 5, 20), -1), "columns": ((2, 6, 4, 3), 1), "long": ((2, 9000), None)}
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("shape", "batch", "dim"), [((3, 5, 20), 2, -1), ((3, 5, 20), 4, None), ((2, 6, 4, 3), 7, 1)])
-def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, batch, dim, dtype):
-    x, f, g = tensors(shape, dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        auto(x, f, g, dim=dim)
-        assert sorted(case[0] for case in backends._agrees) == ["backward", "forward"]
-        assert set(backends._agrees.values()) == {True}
-        monkeypatch.setattr(backends, "_difference", None)  # a second check would call None
-        auto(*tensors((batch, *shape[1:]), dtype), dim=dim)  # the same kernel, with tiles of the same size
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_correct_kernels_are_tested_once(auto, calls, kind, dtypes):
+    shape, dim = KINDS[kind]
+    x, f, g = tensors(shape)
+    for _ in range(2):  # pytest raises on a warning
+        auto(x.to(dtypes[0]), f.to(dtypes[1]), g, dim=dim)
+    assert set(backends._passed.values()) == {True}
+    assert calls == {"update": 3, "gradients": 3}
+    auto(*(t[:1] for t in tensors(shape)), dim=dim)
+    assert len(backends._passed) == (1 if dtypes[1] == torch.float32 else 2)
 
 
 @needs_triton
-@pytest.mark.parametrize("dim", [-1, 0, 1, None, (0, 2), (0, 1, 2), (1, 2)], ids=str)
-@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7), "learned"], ids=str)
-def test_samples_of_the_batch_are_compared(auto, monkeypatch, dim, weights):
-    """Two of five samples, or all of them if a projection sums over the batch."""
-    monkeypatch.setattr(backends, "_SAMPLE", 8)
-    x, f, g = tensors((5, 6, 4))
-    a, b = (torch.tensor(0.3, requires_grad=True), 0.7) if weights == "learned" else weights
-    kwargs = dict(dim=dim, parallel=a, orthogonal=b)
-    torch.testing.assert_close(auto(x, f, g, **kwargs), run("torch", x, f, g, **kwargs))
-    assert set(backends._agrees.values()) == {True}
+@pytest.mark.parametrize("spoil", [lambda y: 1.01 * y, last_is_wrong, lambda y: y * float("nan")],
+                         ids=["off by a percent", "wrong in the last sample", "not a number"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, kind, spoil):
+    shape, dim = KINDS[kind]
+    x, f, g = tensors(shape)
+    expected = run("torch", x, f, g, dim=dim)
+    calls = sabotaged(monkeypatch, spoil)
+    with pytest.warns(RuntimeWarning, match=rf"Triton kernels \(cpu torch.float32 torch.float32 {kind}\) are inaccurate"
+                                            ".*torch backend is used from now on"):
+        results = auto(x, f, g, dim=dim)
+    assert all(map(torch.equal, results, expected))
+    assert all(map(torch.equal, auto(x, f, g, dim=dim), expected))  # pytest raises on a second warning
+    assert len(calls) == 1
 
 
 @needs_triton
-@pytest.mark.parametrize("sample", [0, -1])
-def test_the_first_and_the_last_sample_are_compared(auto, monkeypatch, sample):
-    def spoiled(results):
-        results[0][sample] += 0.1
-        return results
-
-    monkeypatch.setattr(backends, "_SAMPLE", 8)
-    sabotaged(monkeypatch, "update", spoiled)
-    with pytest.warns(RuntimeWarning, match="is inaccurate"):
-        auto(*tensors((9, 6, 4)))
-
-
-@needs_triton
-@pytest.mark.parametrize(("name", "direction"), [("update", "forward"), ("gradients", "backward")])
-@pytest.mark.parametrize("spoil", SABOTAGE.values(), ids=list(SABOTAGE))
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, name, direction, spoil, deterministic):
+@pytest.mark.parametrize("failing", ["_update_kernel", "_gradients_kernel"])
+@pytest.mark.parametrize("tested", [False, True])
+def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch, failing, tested):
+    """Either the test of the kernels fails, or a launch after it."""
     x, f, g = tensors()
     expected = run("torch", x, f, g)
-    calls = sabotaged(monkeypatch, name, spoil)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        with pytest.warns(RuntimeWarning, match=rf"Triton kernel \({direction}, feature scope, .*\(3, 5, 20\).*float32"
-                                                r".*is inaccurate.*torch backend is used from now on"):
-            results = auto(x, f, g)
-        torch.testing.assert_close(results, expected)
-        torch.testing.assert_close(auto(x, f, g), expected)  # pytest raises on a second warning
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert calls == [(3, 5, 20)]
-
-
-@needs_triton
-def test_each_case_is_checked_separately(auto, monkeypatch):
-    calls = sabotaged(monkeypatch, "update", in_first(lambda y: 1.01 * y))
-    cases = [
-        (torch.float32, dict(dim=-1)), (torch.float32, dict(dim=None)), (torch.float16, dict(dim=-1)),
-        (torch.float32, dict(dim=1)), (torch.float32, dict(keep="branch")),
-        (torch.float32, dict(orthogonal=torch.tensor(0.7))), (torch.float32, dict(parallel=torch.tensor(0.3)))]
-    for dtype, arguments in cases:
-        with pytest.warns(RuntimeWarning, match="Triton kernel"):
-            auto(*tensors((3, 5, 20), dtype), **arguments)
-    assert len(calls) == len(cases)
-    tiles = {shape: kernels.Plan(*torch.zeros(2, *shape), (1,), 1e-6, 0.0, 1.0, False).case
-             for shape in ((2, 64, 7, 7), (2, 64, 56, 56))}
-    assert len(set(tiles.values())) == 2  # the kernels for them differ
-
-
-@needs_triton
-def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch):
-    def broken(*args):
-        raise OSError("Failed to find C compiler")
-
-    monkeypatch.setattr(kernels.Plan, "update", broken)
-    x, f, g = tensors()
+    if tested:
+        auto(x, f, g)
+        backends.plans.clear()
+    monkeypatch.setattr(kernels, failing, Broken(OSError("Failed to find C compiler")))
     with pytest.warns(RuntimeWarning, match=r"could not be launched \(OSError: Failed to find C compiler\)"):
-        results = auto(x, f, g)
-    torch.testing.assert_close(results, run("torch", x, f, g))
+        torch.testing.assert_close(auto(x, f, g), expected)
+    assert all(map(torch.equal, auto(x, f, g), expected))
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        run("triton", x, f, g)
+
+
+class Broken:
+    """A kernel whose launches raise an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise self.error
+        return launch
 
 
 @needs_triton
 def test_an_out_of_memory_error_of_a_kernel_is_raised(auto, monkeypatch):
-    def full(*args):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(kernels.Plan, "update", full)
+    monkeypatch.setattr(kernels, "_update_kernel", Broken(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         auto(*tensors())
-    assert backends._agrees == {}
-
-
-@needs_triton
-def test_memory_that_is_too_small_for_the_comparison(auto, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    x, f, g = tensors()
-    expected = run("triton", x, f, g)
-    backends.plans.clear()
-    monkeypatch.setattr(kernels.Plan, "torch_update", full)
-    monkeypatch.setattr(kernels.Plan, "torch_gradients", full)
-    for _ in range(2):
-        assert all(map(torch.equal, auto(x, f, g), expected))
-
-
-@needs_triton
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # raised in Triton's interpreter
-def test_non_finite_results_are_not_compared(auto):
-    x, f, g = tensors()
-    auto(x, f, g * float("inf"))
-    assert [case[0] for case in backends._agrees] == ["forward"]
 
 
 @needs_triton
 @pytest.mark.usefixtures("auto_is_triton")
-def test_no_check_during_graph_capture(monkeypatch):
-    class Captured(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    x = torch.ones(2, 3)
-    plan = kernels.Plan(x, x, (-1,), 1e-6, 0.0, 1.0, False)
-    update = backends.verified(plan, "forward", lambda *args: "kernel", None)
-    assert update(x.as_subclass(Captured), x) == "kernel"
-    assert backends._agrees == {}
-
-
-@needs_triton
-@pytest.mark.usefixtures("auto_is_triton")
-def test_requested_kernels_are_not_checked(monkeypatch):
-    calls = sabotaged(monkeypatch, "update", in_first(lambda y: 1.01 * y))
+def test_requested_kernels_are_not_tested(monkeypatch):
+    calls = sabotaged(monkeypatch, lambda y: 1.01 * y)
     x, f, _ = tensors()
     expected = 1.01 * plain_update(x, f, 0.0, 1.0, [-1], 1e-6)
     with use_backend("triton"):
         torch.testing.assert_close(FeatureConnection()(x, f), expected)
     torch.testing.assert_close(residual_update(x, f, backend="triton"), expected)
-    assert (len(calls), backends._agrees) == (2, {})
+    assert (len(calls), backends._passed) == (2, {})
+
+
+# --------------------------------------------------------------------------- cases that torch computes bit for bit
+WITHOUT_KERNELS = {
+    "float64": lambda x, f: ((x.double(), f.double()), {}),
+    "a learned weight": lambda x, f: ((x, f), dict(parallel=torch.tensor(0.5))),
+    "gaps in memory": lambda x, f: ((x[..., ::2], f[..., ::2]), {}),
+    "strides that differ": lambda x, f: ((x, f.mT.contiguous().mT), {}),
+    "an expanded stream": lambda x, f: ((x[:1].expand_as(x), f), {}),
+    "axes that are not adjacent": lambda x, f: ((x, f), dict(dim=(0, 2))),
+    "no elements": lambda x, f: ((x[:0], f[:0]), {}),
+    "a subclass": lambda x, f: ((x.as_subclass(type("Subclass", (torch.Tensor,), {})), f), {}),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("case", WITHOUT_KERNELS)
+def test_cases_without_kernels_equal_torch_bit_for_bit(case, calls):
+    (x, f), arguments = WITHOUT_KERNELS[case](*tensors()[:2])
+    results = [run(backend, x, f, torch.ones_like(x), **arguments) for backend in ("triton", "torch")]
+    assert all(map(torch.equal, *results))
+    assert not calls
+    if "parallel" not in arguments:
+        assert choose_backend(x, f, "triton", arguments.get("dim", -1)) == "torch"
+
+
+# -------------------------------------------------------------------------------- what happens around the kernels
+@needs_triton
+@pytest.mark.parametrize(("shape", "dim"), [((2, 6, 5, 4), 1), ((2, 5, 20), -1)])
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.contiguous, torch.Tensor.double], ids=str)
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_hooks_may_change_saved_tensors(shape, dim, change, keep):
+    """A hook may store float16, and `save_on_cpu(pin_memory=True)` returns channels-last tensors as contiguous ones."""
+    x, f, g = (t.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else t for t in tensors(shape))
+    found = []
+    for hooks in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(change, lambda t: t)):
+        with hooks:
+            x, f = x.detach().requires_grad_(), f.detach().requires_grad_()
+            y = residual_update(x, f, dim=dim, keep=keep, backend="triton")
+        found.append(torch.autograd.grad(y, (x, f), g))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize(("forward", "backward"), [("torch", "triton"), ("triton", "torch")])
+def test_checkpointing_across_backends(forward, backward):
+    """The backward pass computes the block again, with the backend of that moment."""
+    x, f, g = tensors()
+    expected = run("torch", x, f, g)[1:]
+    x, f = x.requires_grad_(), f.requires_grad_()
+    with use_backend(forward):
+        y = checkpoint(residual_update, x, f, use_reentrant=False)
+    with use_backend(backward):
+        torch.testing.assert_close(torch.autograd.grad(y, (x, f), g), tuple(expected))
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # raised in Dynamo
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_compiled_autograd_after_eager_kernels(with_norm):
+    norm = torch.nn.LayerNorm(20)
+
+    def results(backend):
+        x, f, g = tensors()
+        with use_backend(backend):
+            x, f = x.requires_grad_(), f.requires_grad_()
+            y, h = FeatureConnection().with_norm(x, f, norm)
+        return x, f, y + h if with_norm else 1.0 * y, g
+
+    x, f, y, g = results("torch")
+    expected = torch.autograd.grad(y, (x, f), g)
+    x, f, y, g = results("triton")
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda y, g: y.backward(g), backend="eager")(y, g)
+    torch.testing.assert_close((x.grad, f.grad), expected)

@@ -93,14 +93,14 @@ ALIGNED = {"tokens": 16, "tokens in float32": 16, "odd tokens": 16, "longest row
 
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory):
-    """Return the rows that helpers/compiled_kernels.py prints for compute capabilities 8.0 and 9.0."""
+    """Return the rows that helpers/compiled_kernels.py prints for compute capabilities 8.0, 9.0 and 10.0."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("the installed Triton has no cuobjdump")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "helpers" / "compiled_kernels.py", "80", "90"],
+        [sys.executable, Path(__file__).parents[1] / "helpers" / "compiled_kernels.py", "80", "90", "100"],
         env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -108,9 +108,11 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """Kernels spill at most 32 bytes. The test does not limit the number of registers, which depends on Triton."""
-    assert {row["arch"] for row in compiled_kernels} == {80, 90}
-    assert [row for row in compiled_kernels if row["stack"] > 32 or row["local"]] == []
+    """Kernels spill at most 32 bytes, except one on sm_100. The number of registers depends on Triton."""
+    assert {row["arch"] for row in compiled_kernels} == {80, 90, 100}
+    spilling = [row for row in compiled_kernels if row["stack"] > 32 or row["local"]]
+    assert [(row["size"], row["kernel"]) for row in spilling if row["arch"] < 100] == []
+    assert {(row["size"], row["kernel"]) for row in spilling} <= {("many channels in float32", "backward")}
 
 
 STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
@@ -121,14 +123,22 @@ STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
 
 
 @pytest.mark.slow
+def test_rows_of_up_to_512_channels_need_no_barrier(compiled_kernels):
+    rows = [row for row in compiled_kernels if row["size"] in ("ViT-S", "512 wide", "narrow tokens")
+            and row["kernel"] in ("forward", "backward", "norm forward")]
+    assert {row["size"] for row in rows} == {"ViT-S", "512 wide", "narrow tokens"}
+    assert [row for row in rows if row["barriers"]] == []
+
+
+@pytest.mark.slow
 def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
     rows = [row for row in compiled_kernels if row["size"] in ALIGNED]
     assert {row["size"] for row in rows} == {*ALIGNED}
     for row in rows:
-        with_norm = row["kernel"].startswith("norm")  # four elements per thread: 8 bytes in half precision
-        at_once = 8 if with_norm and "float32" not in row["size"] else ALIGNED[row["size"]]
+        half = row["kernel"] == "norm backward" and "float32" not in row["size"]  # four elements per thread: 8 bytes
+        at_once = 8 if half else ALIGNED[row["size"]]
         for name, streams in STREAMS[row["kernel"]].items():
-            assert row[name].get(str(at_once), 0) >= (1 if with_norm else 2) * streams, row
+            assert row[name].get(str(at_once), 0) >= streams, row
             assert set(row[name]) <= {"16", str(at_once), "4"}, row
             # The small tensors (s, n = |x|^2 + eps, the partial sums and the weights) take 10 accesses of 4 bytes in
             # Triton 3.8, and 6 in other releases. A stream-sized tensor in accesses of 4 bytes would add at least 8.

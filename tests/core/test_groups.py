@@ -4,7 +4,7 @@ import copy
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import kernels, needs_triton
+from helpers.kernel_cases import needs_triton
 from helpers.messages import not_taken, taking
 from helpers.oracle import truth
 from torch import nn
@@ -33,16 +33,16 @@ def drawn(shape, dtype=torch.float64):
 @needs_triton
 @pytest.mark.parametrize(("shape", "dim"), [((2, 5, 12), -1), ((2, 12, 3, 4), 1)], ids=["tokens", "NCHW"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_kernels_copy_no_tensor(shape, dim, memory_format, monkeypatch):
-    x, f, g = (t if t.dim() < 4 else t.contiguous(memory_format=memory_format) for t in drawn(shape))
+def test_kernels_compute_groups(shape, dim, memory_format, calls):
+    x, f, g = (t if t.dim() < 4 else t.contiguous(memory_format=memory_format) for t in drawn(shape, torch.float32))
     inputs = x.requires_grad_(), f.requires_grad_()
-    monkeypatch.setattr(kernels, "arranged", None)  # no tensor is copied, or even viewed
     with use_backend("triton"):
         y = create_connection("feature", dim=dim, eps=EPS, groups=3)(x, f)
         gradients = torch.autograd.grad(y, inputs, g)
-    expected = looped(x, f, 3, dim)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, g))
+    assert calls == {"update": 1, "gradients": 1}
+    expected = looped(*(t.double() for t in inputs), 3, dim)
+    torch.testing.assert_close(y, expected.float())
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, g.double()))
 
 
 def test_a_probability_is_drawn_for_all_groups():

@@ -3,7 +3,6 @@
 Without a CUDA device, tests/conftest.py makes the kernels run in Triton's interpreter.
 """
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import timm
@@ -26,7 +25,7 @@ from helpers.parity import results
 
 from timm_ortho import connect
 from timm_ortho.functional import residual_update
-from timm_ortho.update import backend as backends, formula
+from timm_ortho.update import formula
 
 pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
 
@@ -43,57 +42,64 @@ def test_a_zero_stream_adds_the_whole_branch(backend):
     assert torch.equal(residual_update(torch.zeros_like(f), f, backend=backend), f)
 
 
+def plan_of(x, f, dims, **arguments):
+    assert kernels.view_of(x, f, dims) is not None
+    return kernels.Plan(x, f, dims, EPS, **arguments)
+
+
 @needs_triton
 @pytest.mark.parametrize("width", [8193, 16384, 16385, 2**20 + 1, 2**24, 2**24 + 1, 2**27 - 1, 2**31 - 1])
 def test_pieces_cover_a_row(width):
-    tiles = kernels.tiles_of(3, width, 1)
-    assert tiles.programs == 3 * tiles.pieces
-    assert (tiles.pieces - 1) * tiles.piece_width < width <= tiles.pieces * tiles.piece_width
-    assert tiles.pieces <= tiles.BLOCK_PIECES <= kernels.MOST_PIECES
+    plan = plan_of(*(torch.empty(3, width, device="meta") for _ in range(2)), [1])
+    programs, (_, pieces, piece_width, *_) = plan.pieces
+    assert programs == 3 * pieces
+    assert (pieces - 1) * piece_width < width <= pieces * piece_width
+    assert pieces <= plan.constants[-1] <= kernels.MOST_PIECES
+
+
+@needs_triton
+def test_offsets_in_a_sample_fit_32_bits():
+    """The kernels add 32-bit offsets to the 64-bit offset of a program's first element."""
+    for inner, expected in ((2**20 - 1, True), (2**20, False)):
+        x = torch.empty(2, 2048, inner, device="meta")
+        assert (kernels.view_of(x, x, [1]) is not None) is expected
 
 
 # ------------------------------------------------------------------------------------------- launches
 class MockKernel:
-    """A kernel that records how it is launched: compiled again ("jit"), or directly ("again")."""
+    """A kernel that records how it is launched: by Triton ("jit"), or directly."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.pre_run_hooks, self.launches = [], []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.launches.append(("jit", grid, args, options))
+            self.launches.append(("jit", *grid, *args))
             return self
-        return launch if len(grid) == 1 else lambda *args: self.launches.append(("again", grid, args))
+        return launch
+
+    def run(self, programs, *args):
+        self.launches.append(("direct", programs, *args[8:]))
 
 
 @needs_triton
-def test_a_compiled_kernel_is_launched_again_directly(monkeypatch):
-    monkeypatch.setattr(kernels, "TAKES_ALL_ARGUMENTS", True)  # depends on the release of Triton
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_compiled_kernel_is_launched_again_directly(supported, monkeypatch):
+    monkeypatch.setattr(kernels, "LAUNCHES_DIRECTLY", supported)  # depends on the release of Triton
+    monkeypatch.setattr(kernels, "raw_cuda_stream", lambda device: 0)
     kernel, aligned = MockKernel(), torch.zeros(9)
-    launch = kernels.Launch(kernel, 7, (0.5, 3), 4, torch.device("cpu"))
-    for pointers in ((aligned, None), (aligned, None), (aligned[1:], None), (aligned, None)):
-        launch(kernels.addresses_of(*pointers), *pointers)
-    assert [how for how, *_ in kernel.launches] == ["jit", "again", "jit", "again"]  # an address of 4 bytes more: jit
-    assert {grid for _, grid, *_ in kernel.launches} == {(7,), (7, 1, 1)}
-    assert all(args[1:] == (None, 0.5, 3) for _, _, args, *_ in kernel.launches)
+    launch = kernels.Launch(kernel, 7, (0.5, 3), torch.device("cpu"), num_warps=4)
+    for x in (aligned, aligned, aligned[1:], aligned):
+        launch((x, None), (aligned,))
+    again = "direct" if supported else "jit"
+    assert [how for how, *_ in kernel.launches] == ["jit", again, "jit", again]  # an address of 4 bytes more: jit
+    assert {(programs, *map(id, rest)) for _, programs, _, *rest in kernel.launches} == {
+        (7, id(None), id(aligned), *map(id, launch.constants))}
     kernel.pre_run_hooks.append(print)
-    launch(0, aligned, None)
+    launch((aligned, None), (aligned,))
     assert kernel.launches[-1][0] == "jit"
-
-
-@needs_triton
-@pytest.mark.parametrize("reason", ["the interpreter", "an unknown release"])
-def test_kernels_that_cannot_be_launched_directly(reason, monkeypatch):
-    kernel = MockKernel()
-    if reason == "an unknown release":
-        monkeypatch.setattr(kernels, "TAKES_ALL_ARGUMENTS", False)
-    else:
-        kernel = type("Interpreted", (MockKernel,), {"__getitem__": lambda self, grid: lambda *args, **options: (
-            self.launches.append(("jit", grid, args, options)))})()
-    launch = kernels.Launch(kernel, 7, (), 4, torch.device("cpu"))
-    for _ in range(2):
-        launch(0, torch.zeros(4))
-    assert [how for how, *_ in kernel.launches] == ["jit", "jit"]
 
 
 # ---------------------------------------------------------------------------------------------- memory layout
@@ -105,32 +111,17 @@ def nhwc(t):
 @pytest.mark.parametrize("shape", [(2, 6, 5, 4), (1, 6, 5, 4), (2, 1, 5, 4), (2, 6, 1, 1)], ids=str)
 def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
     x, f, _ = tensors(shape)
-    formats = x, nhwc(x)
-    for x, dim in itertools.product(formats, (1, -1, (1, 2, 3))):
-        dims = [dim] if isinstance(dim, int) else list(dim)
-        if backend == "triton":
-            plan = kernels.Plan(x, f, tuple(dims), EPS, 0.0, 1.0, False)
-            y, s, n = plan.unpacked(plan.update(x, f))
-        else:
+    for layout, dim in itertools.product((torch.Tensor.contiguous, nhwc), (1, -1, (1, 2, 3))):
+        x, f, dims = layout(x), layout(f), [dim] if isinstance(dim, int) else list(dim)
+        if backend == "torch":
             y, s, n = formula.update(x, f, 0.0, 1.0, dims, EPS)
+        elif kernels.view_of(x, f, dims) is None:
+            continue
+        else:
+            (y, s), (_, _, _, n) = plan_of(x, f, dims).update(x, f)
         torch.testing.assert_close(n, (x * x).sum(dims, keepdim=True) + EPS)
         torch.testing.assert_close(s, (x * f).sum(dims, keepdim=True) / n)
         assert y.stride() == torch.empty_like(x).stride()
-
-
-@needs_triton
-@pytest.mark.parametrize("keep", ["output", "branch"])
-@pytest.mark.parametrize("shape", [(2, 6, 5, 4), (1, 6, 5, 4), (2, 1, 5, 4)], ids=str)
-def test_hooks_of_saved_tensors_may_change_their_layout(shape, keep):
-    """`torch.autograd.graph.save_on_cpu(pin_memory=True)` returns channels-last tensors as contiguous tensors."""
-    x, f = (nhwc(t).requires_grad_() for t in tensors(shape)[:2])
-    g = nhwc(torch.randn(shape, device=DEVICE))
-    found = []
-    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t)):
-        with hooks:
-            y = residual_update(x, f, dim=1, keep=keep, backend="triton")
-        found.append(torch.autograd.grad(y, (x, f), g))
-    assert all(map(torch.equal, *found))
 
 
 # ------------------------------------------------------------------------------------------------ determinism
@@ -169,8 +160,7 @@ CHANGES = {  # of a call with a stream of shape [2, 3, 20] and the defaults
     "eps": lambda x, f: ((x, f), dict(eps=9.0)),
     "parallel": lambda x, f: ((x, f), dict(parallel=0.5)),
     "orthogonal": lambda x, f: ((x, f), dict(orthogonal=0.5)),
-    "learned parallel": lambda x, f: ((x, f), dict(parallel=weight("a"))),
-    "learned orthogonal": lambda x, f: ((x, f), dict(orthogonal=weight("b"))),
+    "keep": lambda x, f: ((x, f), dict(keep="branch")),
 }
 
 
@@ -186,41 +176,18 @@ def test_a_plan_is_used_again_only_for_its_own_case(change):
 
 
 # ------------------------------------------------------------------------------------------ memory in inference
-@pytest.fixture
-def allocations(monkeypatch):
-    """Return a function that runs an update and returns the size of each allocation in bytes.
-
-    Kernels do not run while a dispatch mode is active, so the function hides the mode that counts allocations.
-    """
-    def allocated(backend, x, f, **kwargs):
-        monkeypatch.setattr(backends, "dispatch_mode_is_active", lambda: False)
-        with torch.no_grad():
-            residual_update(x, f, backend=backend, **kwargs)  # the first call makes a plan
-            with Allocations() as counted:
-                residual_update(x, f, backend=backend, **kwargs)
-        return counted.bytes
-
-    return allocated
-
-
 @needs_triton
 @pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
-@pytest.mark.parametrize("weights", [(0.0, 1.0), ("a", "b")], ids=str)
-@pytest.mark.parametrize("layout", ["row", "column", "long column", "channels-last"])
-def test_inference_with_kernels_allocates_only_the_result(layout, weights, dtype, allocations):
+@pytest.mark.parametrize("layout", [*LAYOUTS, "channels-last"])
+def test_inference_with_kernels_allocates_only_the_result(layout, dtype):
+    """And two numbers for each piece of a long row."""
     shape, dim = LAYOUTS.get(layout, LAYOUTS["column"])
-    x, f, _ = tensors(shape, (dtype, dtype))
-    if layout == "channels-last":
-        x, f = nhwc(x), nhwc(f)
-    a, b = (weight(w) for w in weights)
-    assert allocations("triton", x, f, dim=dim, parallel=a, orthogonal=b) == [x.numel() * x.element_size()]
-
-
-@needs_triton
-def test_inference_in_pieces_allocates_two_numbers_per_piece(allocations):
-    shape, dim = LAYOUTS["cut row"]
-    x, f, _ = tensors(shape)
-    assert sorted(allocations("triton", x, f, dim=dim)) == [2 * 4 * 2 * 2, 4 * x.numel()]
+    x, f, _ = (nhwc(t) if layout == "channels-last" else t for t in tensors(shape, (dtype, dtype)))
+    plan = plan_of(x, f, list(range(1, x.dim())) if dim is None else [dim])
+    with Allocations() as counted:
+        plan(x, f)
+    parts = [2 * 4 * 2 * 2] if layout == "cut row" else []
+    assert sorted(counted.bytes) == [*parts, x.numel() * x.element_size()]
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU only
@@ -228,12 +195,11 @@ def test_inference_in_pieces_allocates_two_numbers_per_piece(allocations):
 @layouts
 def test_a_cuda_graph_captures_forward_and_backward(layout):
     shape, dim = LAYOUTS[layout]
-    inputs = [t.requires_grad_() for t in (*tensors(shape)[:2], weight("a"), weight("b"))]
+    inputs = [t.requires_grad_() for t in tensors(shape)[:2]]
     g = tensors(shape)[2]
 
     def step():
-        x, f, a, b = inputs
-        y = residual_update(x, f, parallel=a, orthogonal=b, dim=dim, backend="triton")
+        y = residual_update(*inputs, dim=dim, backend="triton")
         return [y.detach(), *torch.autograd.grad(y, inputs, g)]
 
     stream = torch.cuda.Stream()
@@ -246,7 +212,7 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
     with torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
-        for t, new in zip((*inputs[:2], g), tensors(shape, seed=1), strict=True):
+        for t, new in zip((*inputs, g), tensors(shape, seed=1), strict=True):
             t.copy_(new)
     graph.replay()
     torch.testing.assert_close(captured, step(), rtol=0, atol=0)
@@ -258,11 +224,12 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
 def test_no_synchronisation_with_the_device(layout):
     shape, dim = LAYOUTS[layout]
     x, f, g = tensors(shape)
-    x, f, a, b = (t.requires_grad_() for t in (x, f, weight("a"), weight("b")))
+    x, f = x.requires_grad_(), f.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = residual_update(x, f, parallel=a, orthogonal=b, dim=dim, backend="triton")
-        torch.autograd.grad(y, (x, f, a, b), g)
+        for backend in ("triton", "auto"):
+            y = residual_update(x, f, dim=dim, backend=backend)
+            torch.autograd.grad(y, (x, f), g)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -4,11 +4,12 @@ test_parity.py compares the kernel with float64.
 """
 import copy
 import functools
+import importlib
 
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, EPS, SINGLE, kernels, needs_triton, tensors
+from helpers.kernel_cases import BRAIN, DEVICE, EPS, SINGLE, kernels, needs_triton, tensors
 from helpers.norm_cases import in_one_step, in_two_steps, made
 from timm.layers import LayerNorm
 from torch import nn
@@ -18,6 +19,7 @@ from timm_ortho import FeatureConnection, connect
 from timm_ortho.functional import residual_update, update_with_norm, use_backend
 from timm_ortho.update import backend as backends
 
+NormPlan = importlib.import_module("timm_ortho.update.norm").NormPlan if kernels else None
 pytestmark = [needs_triton, pytest.mark.usefixtures("no_default_backend", "auto_is_triton")]
 
 
@@ -67,8 +69,8 @@ def test_frozen_inputs(trained):
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "without affine"])
 def test_second_derivatives(norm):
-    x, f, _ = tensors((2, 3, 5), (DOUBLE, DOUBLE))
-    norm = made(norm, 5, DOUBLE)
+    x, f, _ = tensors((2, 3, 5))
+    norm = made(norm, 5)
     inputs = [x.requires_grad_(), f.requires_grad_(), *norm.parameters()]
 
     def second(both):
@@ -76,14 +78,14 @@ def test_second_derivatives(norm):
         first = torch.autograd.grad(y.pow(3).sum() + h.pow(3).sum(), inputs, create_graph=True)
         return torch.autograd.grad(sum(t.pow(3).sum() for t in first), inputs)
 
-    torch.testing.assert_close(second(in_one_step("triton")), second(in_two_steps))
+    torch.testing.assert_close(second(in_one_step("triton")), second(in_two_steps), rtol=1e-4, atol=1e-3)
 
 
 def test_batched_gradients_of_the_norm():
-    x, f, _ = tensors((2, 3, 5), (DOUBLE, DOUBLE))
-    norm = made("LayerNorm", 5, DOUBLE)
+    x, f, _ = tensors((2, 3, 5))
+    norm = made("LayerNorm", 5)
     _, h = in_one_step("triton")(x.requires_grad_(), f.requires_grad_(), norm)
-    g = torch.randn(4, *h.shape, dtype=DOUBLE, device=DEVICE)
+    g = torch.randn(4, *h.shape, device=DEVICE)
     batched = torch.autograd.grad(h, (x, f, norm.weight), g, is_grads_batched=True, retain_graph=True)
     single = [torch.autograd.grad(h, (x, f, norm.weight), one, retain_graph=True) for one in g]
     torch.testing.assert_close(batched, tuple(torch.stack(grads) for grads in zip(*single, strict=True)))
@@ -97,9 +99,8 @@ def steps(change, backend="triton", shape=(2, 3, 20)):
     with use_backend(backend):
         x, f, connection, norm = change(x, f, connection, norm) or (x, f, connection, norm)
         expected = (y := connection(x, f)), norm(y)
-        before = len(backends.norm_plans)
         torch.testing.assert_close(connection.with_norm(x, f, norm), expected)
-    return len(backends.norm_plans) > before
+    return any(isinstance(plan, NormPlan) for plan in backends.plans.values())
 
 
 def hooked(name):
@@ -178,14 +179,13 @@ def test_a_plan_is_used_again_only_for_its_own_case(change, affine):
             torch.testing.assert_close(gradients(connection.with_norm, x, f, norm, upstream), expected)
 
 
-def test_full_caches_of_plans_start_again():
+def test_a_full_table_of_plans_starts_again():
     """Plans of many shapes or weights would fill the memory."""
-    for plans in (backends.plans, backends.norm_plans):
-        plans.update(dict.fromkeys(range(1024)))
+    backends.plans.update(dict.fromkeys(range(1024)))
     x, f, _ = tensors((2, 3, 20))
     in_one_step("triton")(x, f, made("LayerNorm", 20))
     residual_update(x, f, backend="triton")
-    assert len(backends.plans) == len(backends.norm_plans) == 1
+    assert len(backends.plans) == 2
 
 
 def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
@@ -208,7 +208,7 @@ def test_a_plan_is_used_again_only_for_the_same_autocast():
 
 def test_one_step_can_be_switched_off():
     assert steps(lambda *args: None, "auto")
-    backends.norm_plans.clear()
+    backends.plans.clear()
     with use_backend("triton", fuse_norm=False):
         assert not steps(lambda *args: None)
 
@@ -233,35 +233,32 @@ def test_a_norm_that_amplifies_rounding_gives_no_warning():
     """The mean of the stream is large, so y has few digits after the norm. pytest turns warnings into errors."""
     x, f, g = tensors((4, 9, 64), (BRAIN, BRAIN))
     gradients(in_one_step("auto"), x + 40.0, f, made("LayerNorm", 64, BRAIN), (g, g))
-    assert set(backends._agrees.values()) == {True}
+    assert set(backends._passed.values()) == {True}
 
 
-@pytest.mark.parametrize("wrong", ["update", "gradients"])
-@pytest.mark.parametrize("result", range(3))
+@pytest.mark.parametrize(("wrong", "result"), [("update", 0), ("update", 1), *(("gradients", i) for i in (0, 1, 3, 4))])
 def test_wrong_kernels_of_the_norm_are_replaced_with_a_warning(wrong, result, monkeypatch):
-    from timm_ortho.update.norm import NormPlan
-
     original = getattr(NormPlan, wrong)
 
-    def spoiled(*args):
-        results = list(original(*args))
-        results[result] = 1.01 * results[result]
-        return tuple(results)
+    def spoiled(*args, **kwargs):
+        results = original(*args, **kwargs)
+        changed = list(results[0] if wrong == "update" else results)
+        changed[result] = 1.01 * changed[result]
+        return (tuple(changed), results[1]) if wrong == "update" else tuple(changed)
 
     monkeypatch.setattr(NormPlan, wrong, spoiled)
-    x, f, g = tensors((3, 5, 20))
-    norm, direction = made("LayerNorm", 20), "forward" if wrong == "update" else "backward"
-    with pytest.warns(RuntimeWarning, match=rf"Triton kernel \({direction}, feature scope with norm.*is inaccurate"):
-        measured = gradients(in_one_step("auto"), x, f, norm, (g, g))
-    torch.testing.assert_close(measured, gradients(in_two_steps, x, f, norm, (g, g)))
-    torch.testing.assert_close(gradients(in_one_step("auto"), x, f, norm, (g, g)), measured)  # without a second warning
+    x, f, _ = tensors((3, 5, 20))
+    norm = made("LayerNorm", 20)
+    with pytest.warns(RuntimeWarning, match=r"Triton kernels \(.* rows norm .*are inaccurate"):
+        assert update_with_norm(x, f, norm, EPS, "auto") is None
+    assert update_with_norm(x, f, norm, EPS, "auto") is None  # without a second warning
 
 
-def test_norms_with_other_parameters_have_their_own_kernels_and_checks():
+def test_norms_with_other_parameters_have_their_own_tests():
     norms = nn.LayerNorm(20), nn.LayerNorm(20, bias=False), nn.LayerNorm(20, elementwise_affine=False)
     for norm in norms:
         in_one_step("auto")(*tensors((3, 5, 20))[:2], norm)
-    assert len({case for case in backends._agrees if case[0] == "forward"}) == len(norms)
+    assert len(backends._passed) == len(norms)
 
 
 # --------------------------------------------------------------------------------------------------- whole models
@@ -292,8 +289,10 @@ def test_a_model_takes_one_step_for_each_attention(model, calls, use_checkpoint)
             used = copy.deepcopy(model) if name == "copied" else model
             torch.testing.assert_close(step(used, images, use_checkpoint), expected)
     passes = 1 if use_checkpoint is None else 2
-    assert calls == {"update": 2 * 4 * passes, "gradients": 2 * 4}
-    assert len(backends.norm_plans) == 2  # verified and not
+    tests = len(backends._passed)  # of the update, and of the update with its norm
+    assert tests == 2
+    assert calls == {"update": 2 * 4 * passes + tests, "gradients": 2 * 4 + tests}
+    assert sum(isinstance(plan, NormPlan) for plan in backends.plans.values()) == 2  # tested and not
 
 
 def test_models_with_linear_connections_take_no_kernel(model, calls):
@@ -308,7 +307,7 @@ def test_models_with_linear_connections_take_no_kernel(model, calls):
     ((64, 197, 384), (SINGLE, BRAIN)), ((64, 197, 768), (BRAIN, BRAIN)), ((3, 50, 1000), (SINGLE, SINGLE)),
 ], ids=str)
 def test_kernels_of_a_gpu_agree_with_two_steps(shape, dtypes):
-    """A warning of the check at run time would fail the test."""
+    """A warning of the test at first use would fail this test."""
     x, f, g = tensors(shape, dtypes)
     norm = made("LayerNorm", shape[-1], g.dtype)
     for both in (in_one_step("auto"), in_one_step("auto")):  # the second call launches compiled kernels directly

@@ -317,7 +317,7 @@ def test_training_is_bit_identical(make, checkpointing, autocast):
 @needs_triton
 def test_kernels_that_compute_the_norm_too_are_recorded(checkpointing, monkeypatch):
     monkeypatch.setattr(timm.layers.config, "_USE_REENTRANT_CKPT", checkpointing == "reentrant")
-    backend.norm_plans.clear()
+    backend.plans.clear()
 
     def run(recorded):
         model = vit().to(DEVICE)
@@ -328,7 +328,7 @@ def test_kernels_that_compute_the_norm_too_are_recorded(checkpointing, monkeypat
         return model, recorder
 
     (model, recorder), (plain, _) = run(True), run(False)
-    assert backend.norm_plans
+    assert backend.plans
     same_bits(model, plain)
     assert [(row["step"], row["name"]) for row in recorder.rows] == [(0, site.name) for site in timm_ortho.sites(model)]
     with use_backend("torch"), timm_ortho.record(again := vit().to(DEVICE)) as expected:

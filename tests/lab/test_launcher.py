@@ -548,8 +548,9 @@ def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
         raise submitit.core.utils.FailedJobError("sbatch: error:\n invalid partition specified: nope")
 
     monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
+    stage = Stage(".", {"dataset": "digits"}, stop_epoch=1)
     with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
-        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {"dataset": "digits"}, stop_epoch=1)])}, ["a"])
+        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [stage])}, ["a"])
 
 
 @pytest.mark.parametrize(("jobs", "squeue", "failed"), [

@@ -12,7 +12,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._compat import is_batched, is_intercepted
+from .._compat import is_eager
 from . import formula
 from .formula import Weight, in_dtype
 
@@ -41,36 +41,34 @@ class TorchUpdate(torch.autograd.Function):
         return *grads, None, None, None
 
 
+class KernelFailed(RuntimeError):
+    """A kernel could not be launched."""
+
+
 class KernelUpdate(torch.autograd.Function):
-    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with weights only if they are tensors."""
+    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with the parameters of the norm if any.
+
+    Without a norm, it saves as many tensors as :class:`TorchUpdate`, with the same shapes. A checkpointed block can
+    therefore be computed again with the other backend.
+    """
 
     @staticmethod
-    def forward(ctx, x, f, plan, a=None, b=None):
-        y, sums = plan.forward(x, f, a, b)
-        ctx.save_for_backward(x, y if plan.recover else f, sums, a, b)
+    def forward(ctx, x, f, plan, *parameters):
+        outputs, saved = plan.update(x, f, *parameters)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        return y, sums
+        return outputs
 
     @staticmethod
-    def backward(ctx, g, grad_sums):
-        x, kept, sums, a, b = ctx.saved_tensors
-        plan, needed = ctx.plan, ctx.needs_input_grad
-        for_weights = len(needed) > 3 and (needed[3] or needed[4])
-        if g is not None and grad_sums is None and not (torch.is_grad_enabled() or is_batched(g) or is_intercepted()):
-            grad_x, grad_f, products = plan.backward(x, kept, g, sums, a, b, (needed[0], needed[1], for_weights))
-            if len(needed) == 3:
-                return grad_x, grad_f, None
-            grad_a = (sums[0] * products[0]).sum().to(a) if needed[3] else None
-            grad_b = (products[1] - sums[0] * products[0]).sum().to(b) if needed[4] else None
-            return grad_x, grad_f, None, grad_a, grad_b
-        for_a, for_b = needed[3:] or (False, False)
-        s, n = plan.statistics(sums)
-        grad_x, grad_f, grad_a, grad_b = torch_gradients(
-            x, kept, g, None if grad_sums is None else plan.statistics(grad_sums)[0], s, n,
-            plan.a if a is None else a, plan.b if b is None else b, plan.dims, plan.eps, plan.recover,
-            plan.branch_dtype, (needed[0], needed[1], for_a, for_b))
-        return (grad_x, grad_f, None, grad_a, grad_b)[:len(needed)]
+    def backward(ctx, *grads):
+        plan, saved, needed = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad
+        if grads[-1] is None and not torch.is_grad_enabled() and is_eager(*grads) and plan.takes(saved):
+            try:
+                return plan.gradients(saved, grads, needed)
+            except KernelFailed as error:
+                plan.fails(error)
+        return plan.torch_gradients(saved, grads, needed)
 
 
 def torch_gradients(

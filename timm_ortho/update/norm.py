@@ -15,30 +15,33 @@ no term mean(u). y is rounded to its dtype before it is normalised, as in two se
 Memory traffic, in tensors of the stream's size: 4 in the forward pass (two steps: 3 + 2) and 6 in the backward pass
 (two steps: 5 + 4).
 """
-from typing import Any, List, Optional, Tuple
+import math
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._compat import is_batched, is_intercepted, own_parameters
-from . import formula
-from .backend import NORMS, norm_plans, verified
-from .gradient import torch_gradients
-from .kernels import Launch, Plan, addresses_of, everything
+from .._compat import own_parameters
+from .backend import NORMS, has_kernels
+from .formula import plain_update
+from .gradient import KernelUpdate, torch_gradients
+from .kernels import DTYPES, PER_THREAD, Launch, Plan, waves
 
+LONGEST_NORM = 4096  # longer rows would not fit the registers of the backward kernel
+
+TILE = 512  # elements of each tensor in a tile (at least one row)
 # With more than four elements of each tensor per thread, the backward kernel needs more than 128 registers per thread,
 # and too few programs run at once to hide the latency of memory.
-TILE, PER_THREAD = 512, 4  # elements of each tensor in a tile (at least one row), and per thread
+BACKWARD_PER_THREAD = 4
 WARPS = 32  # warps of the backward kernel per multiprocessor; each program adds the gradients of w and c of its rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
-        x_ptr, f_ptr, w_ptr, c_ptr, y_ptr, h_ptr, sums_ptr, eps: tl.float64, norm_eps: tl.float64,
-        rows, width, CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
-        ACC: tl.constexpr,
+        x_ptr, f_ptr, w_ptr, c_ptr, y_ptr, h_ptr, sums_ptr, eps, norm_eps, rows, width,
+        CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):
     """Store y, h and, in ``sums [4, rows]``, s, n, m and r."""
     width = width // UNIT * UNIT
@@ -47,24 +50,24 @@ def _forward_kernel(
     exists = columns < width
     mask = (p < rows)[:, None] & exists[None, :]
     offsets = p[:, None] * width + columns[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
-    f = tl.load(f_ptr + offsets, mask=mask, other=0.0).to(ACC)
-    n = tl.sum(x * x, 1) + tl.full([], eps, ACC)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    f = tl.load(f_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    n = tl.sum(x * x, 1) + eps
     s = tl.sum(x * f, 1) / n
     y = (f + (1.0 - s)[:, None] * x).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + offsets, y, mask=mask)
-    y = y.to(ACC)
+    y = y.to(tl.float32)
     if CENTERED:
         m = tl.sum(y, 1) / width
     else:
-        m = tl.zeros([BLOCK_P], ACC)
+        m = tl.zeros([BLOCK_P], tl.float32)
     y = tl.where(mask, y - m[:, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(y * y, 1) / width + tl.full([], norm_eps, ACC))
+    r = 1.0 / tl.sqrt(tl.sum(y * y, 1) / width + norm_eps)
     h = y * r[:, None]
     if w_ptr is not None:
-        h = h * tl.load(w_ptr + columns, mask=exists, other=0.0).to(ACC)[None, :]
+        h = h * tl.load(w_ptr + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     if c_ptr is not None:
-        h = h + tl.load(c_ptr + columns, mask=exists, other=0.0).to(ACC)[None, :]
+        h = h + tl.load(c_ptr + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     tl.store(h_ptr + offsets, h, mask=mask)
     if sums_ptr is not None:
         tl.store(sums_ptr + p, s, mask=p < rows)
@@ -73,11 +76,10 @@ def _forward_kernel(
         tl.store(sums_ptr + 3 * rows + p, r, mask=p < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
         x_ptr, y_ptr, grad_y_ptr, grad_h_ptr, w_ptr, sums_ptr, grad_x_ptr, grad_f_ptr, parts_ptr,
         rows, width, CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
-        ACC: tl.constexpr,
 ):
     """Store dL/dx, dL/df and, in ``parts [2, programs, width]``, dL/dw and dL/dc of this program's rows.
 
@@ -88,18 +90,18 @@ def _backward_kernel(
     columns = tl.arange(0, BLOCK_W)
     exists = columns < width
     if w_ptr is not None:
-        w = tl.load(w_ptr + columns, mask=exists, other=0.0).to(ACC)
-    grad_w = tl.zeros([BLOCK_W], ACC)
-    grad_c = tl.zeros([BLOCK_W], ACC)
+        w = tl.load(w_ptr + columns, mask=exists, other=0.0).to(tl.float32)
+    grad_w = tl.zeros([BLOCK_W], tl.float32)
+    grad_c = tl.zeros([BLOCK_W], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_P), programs):
         p = (block * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
         mask = (p < rows)[:, None] & exists[None, :]
         offsets = p[:, None] * width + columns[None, :]
-        y = tl.load(y_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        u = tl.load(grad_h_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        y = tl.load(y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(grad_h_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if grad_y_ptr is not None:  # here, so that the loads of all tensors overlap
-            grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(ACC)
+            grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sums_ptr + p, mask=p < rows, other=0.0)[:, None]
         n = tl.load(sums_ptr + rows + p, mask=p < rows, other=1.0)[:, None]
         m = tl.load(sums_ptr + 2 * rows + p, mask=p < rows, other=0.0)[:, None]
@@ -128,15 +130,8 @@ def _backward_kernel(
         tl.store(parts_ptr + programs * width + part, grad_c, mask=exists)
 
 
-def tile_of(width: int) -> Tuple[int, int, int]:
-    """Return BLOCK_P, BLOCK_W and the number of warps of a program for a number of channels."""
-    block_w = triton.next_power_of_2(width)
-    block_p = max(1, TILE // block_w)
-    return block_p, block_w, block_p * block_w // (32 * PER_THREAD)
-
-
 class NormPlan(Plan):
-    """What an update with its norm needs besides its tensors, see :class:`timm_ortho.update.kernels.Plan`.
+    """What an update with its norm needs besides its tensors.
 
     Args:
         x, f: Stream and branch output, ``[..., C]``, contiguous.
@@ -144,174 +139,122 @@ class NormPlan(Plan):
         centered: Whether the norm subtracts the mean (LayerNorm).
         norm_eps: eps of the norm.
         dtype: Dtype of the norm's result.
-        bias_dtype: Dtype of the norm's bias, None without a bias.
+        parameters: Dtypes of the norm's weight and bias, None without.
     """
 
-    def __init__(
-            self, x: Tensor, f: Tensor, eps: float, centered: bool, norm_eps: float, dtype: torch.dtype,
-            bias_dtype: Optional[torch.dtype]) -> None:
-        super().__init__(x, f, (-1,), eps, 0.0, 1.0, False)
-        self.centered, self.norm_eps = centered, norm_eps
-        self.norm_dtype, self.bias_dtype = dtype, bias_dtype
-        self.label = "feature scope with norm"
-        self.case = (*self.case, "norm", centered, dtype)
-        rows, width = self.tiles.projections, self.tiles.width
-        block_p, block_w, self.warps = tile_of(width)
-        self.programs = self.backward_programs = triton.cdiv(rows, block_p)
+    def __init__(self, x: Tensor, f: Tensor, eps: float, centered: bool, norm_eps: float, dtype: torch.dtype,
+                 parameters: Sequence[Optional[torch.dtype]]) -> None:
+        super().__init__(x, f, [-1], eps)
+        self.norm = centered, norm_eps, dtype, parameters
+        self.centered, self.norm_eps, self.norm_dtype, self.parameters = self.norm
+        self.case = *self.case, "norm", centered, dtype, *parameters
+        self.rows, self.width, _ = self.view
+        like_x, like_y, *_ = self.saved
+        self.saved = [like_x, like_y, ((self.rows, 1), torch.float32)]
+        if parameters[0] is not None:
+            self.saved.insert(2, ((1,), parameters[0]))
+        block_w = triton.next_power_of_2(self.width)
+        block_p = max(1, TILE // block_w)
+        threads = [max(1, block_p * block_w // (32 * each)) for each in (PER_THREAD, BACKWARD_PER_THREAD)]
+        programs = triton.cdiv(self.rows, block_p)
+        at_once = programs
         if x.is_cuda:
-            at_once = torch.cuda.get_device_properties(x.device).multi_processor_count * WARPS // self.warps
-            self.backward_programs = min(self.programs, at_once)
-        self.constants = rows, width, centered, self.tiles.UNIT, block_p, block_w, self.acc_in_triton
-        self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, rows)
-        self.like_parts = x.new_empty(1, dtype=self.acc).expand(2, self.backward_programs, width)
+            at_once = torch.cuda.get_device_properties(x.device).multi_processor_count * WARPS // threads[1]
+        self.forward_launch = programs, threads[0]
+        self.backward_launch = min(programs, at_once), threads[1]
+        self.constants = self.rows, self.width, centered, math.gcd(self.width, 16), block_p, block_w
 
-    def update(  # type: ignore[override]
-            self, x: Tensor, f: Tensor, w: Optional[Tensor], c: Optional[Tensor], keep: bool = True,
-    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Return y, h and, if ``keep``, the sums ``[4, rows]`` with s, n, m and r."""
+    def __call__(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None) -> Any:
+        if torch.is_grad_enabled() and (
+                x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
+                or (c is not None and c.requires_grad)):
+            return KernelUpdate.apply(x, f, self, w, c)[:2]
+        return self.update(x, f, w, c, keep=False)[0][:2]
+
+    def update(
+            self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None, keep: bool = True,
+    ) -> Tuple[Any, Any]:
+        """Return ``(y, h, sums)`` and the tensors to save. ``sums [4, rows]`` has s, n, m and r; None unless `keep`."""
         y = torch.empty_like(x) if self.dtype == x.dtype else torch.empty_like(x, dtype=self.dtype)
         h = torch.empty_like(x) if self.norm_dtype == x.dtype else torch.empty_like(x, dtype=self.norm_dtype)
-        sums = torch.empty_like(self.like_sums) if keep else None
-        key = keep, None if w is None else w.dtype, None if c is None else c.dtype
-        launch = self.launches.get(key)
-        if launch is None:
-            launch = self.launches[key] = Launch(
-                _forward_kernel, self.programs, (self.eps, self.norm_eps, *self.constants), self.warps, self.device)
-        launch(addresses_of(x, f, w, c), x, f, w, c, y, h, sums)
-        return y, h, sums
+        sums = x.new_empty((4, self.rows), dtype=torch.float32) if keep else None
+        launch = self.launches.get(keep) or self._launch_norm(
+            keep, _forward_kernel, self.forward_launch, self.eps, self.norm_eps)
+        launch((x, f, w, c), (y, h, sums))
+        return (y, h, sums), (x, y, w, sums)
 
-    def gradients(  # type: ignore[override]
-            self, x: Tensor, y: Tensor, grad_y: Optional[Tensor], grad_h: Tensor, w: Optional[Tensor], sums: Tensor,
-            needed: Tuple[bool, bool, bool],
-    ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-        """Return dL/dx, dL/df, and ``[2, C]`` with dL/dw and dL/dc, or None if not needed."""
-        for_x, for_f, for_parameters = needed
+    def gradients(self, saved: Any, grads: Any, needed: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
+        x, y, w, sums = saved
+        grad_y, grad_h, _ = grads
+        if grad_h is None:
+            return self.torch_gradients(saved, grads, needed)
+        for_x, for_f, _, for_w, for_c = needed
         grad_x = torch.empty_like(x) if for_x else None
         grad_f = torch.empty_like(x, dtype=self.branch_dtype) if for_f else None
-        parts = torch.empty_like(self.like_parts) if for_parameters else None
-        key = needed, grad_y is None, None if w is None else w.dtype
-        launch = self.launches.get(key)
-        if launch is None:
-            launch = self.launches[key] = Launch(
-                _backward_kernel, self.backward_programs, self.constants, self.warps, self.device)
-        tensors = x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums
-        launch(addresses_of(*tensors), *tensors, grad_x, grad_f, parts)
-        return grad_x, grad_f, None if parts is None else parts.sum(1)
+        parts = grad_w = grad_c = None
+        if for_w or for_c:
+            parts = x.new_empty((2, self.backward_launch[0], self.width), dtype=torch.float32)
+        key = needed, grad_y is None
+        launch = self.launches.get(key) or self._launch_norm(key, _backward_kernel, self.backward_launch)
+        launch((x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums),
+               (grad_x, grad_f, parts))
+        if parts is not None:
+            grad_w, grad_c = parts.sum(1).unbind()  # to iterate over a tensor takes twice as long
+            grad_w = grad_w.to(self.parameters[0]) if for_w else None
+            grad_c = grad_c.to(self.parameters[1]) if for_c else None
+        return grad_x, grad_f, None, grad_w, grad_c
 
-    # ------------------------------------------------------------ the same by torch, to verify or replace kernels
-    def unpacked(self, results: Any) -> List[Optional[Tensor]]:
-        *streams, last = results
-        if last is None:
-            return streams
-        if len(last) == 2:  # dL/dw and dL/dc
-            return [*streams, *last]
-        return [*streams, *self.statistics(last[:2])]  # m and r are verified by h, and by the backward pass
-
-    def packed(self, results: Any) -> Any:
-        first, second, *rows = results
-        return first, second, None if rows[0] is None else torch.stack([row.flatten() for row in rows])
-
-    def torch_update(  # type: ignore[override]
-            self, x: Tensor, f: Tensor, w: Optional[Tensor], c: Optional[Tensor], keep: bool = True,
-            sample: Any = everything, results: Any = None,
-    ) -> Tuple[Optional[Tensor], ...]:
-        y, s, n = formula.update(sample(x), sample(f), 0.0, 1.0, [-1], self.eps)
-        # The norm of the kernel's y: a norm can amplify differences that come from rounding y to its dtype.
-        of_y = y if results is None else sample(results[0])
-        z, m, r = normalised(of_y.to(self.acc), self.centered, self.norm_eps)
-        h = z if w is None else z * w
-        return y, (h if c is None else h + c).to(self.norm_dtype), s, n, m, r
-
-    def torch_gradients(  # type: ignore[override]
-            self, x: Tensor, y: Tensor, grad_y: Optional[Tensor], grad_h: Tensor, w: Optional[Tensor], sums: Tensor,
-            needed: Tuple[bool, bool, bool], sample: Any = everything, results: Any = None,
-    ) -> Tuple[Optional[Tensor], ...]:
-        s, n = map(sample, self.statistics(sums[:2]))
-        some_y = sample(y)
-        g = self.through_norm(some_y, None if grad_y is None else sample(grad_y), sample(grad_h), w)
-        grad_x, grad_f, _, _ = formula.gradients(
-            sample(x), some_y, g, s, n, 0.0, 1.0, [-1], True, self.branch_dtype, (needed[0], needed[1], False))
-        return grad_x, grad_f, *(self.of_parameters(y, grad_h) if needed[2] else (None, None))
-
-    def of_parameters(self, y: Tensor, grad_h: Tensor) -> Tuple[Tensor, Tensor]:
-        """Return dL/dw and dL/dc by operations that autograd can record."""
-        rows = list(range(y.dim() - 1))
-        grad_h = grad_h.to(self.acc)
-        return (grad_h * normalised(y.to(self.acc), self.centered, self.norm_eps)[0]).sum(rows), grad_h.sum(rows)
-
-    def through_norm(
-            self, y: Tensor, grad_y: Optional[Tensor], grad_h: Tensor, w: Optional[Tensor],
-    ) -> Tensor:
-        """Return the total gradient g by operations that autograd can record."""
-        z, _, r = normalised(y.to(self.acc), self.centered, self.norm_eps)
-        grad_h = grad_h.to(self.acc)
-        u = grad_h if w is None else grad_h * w
-        g = u - z * (u * z).mean(-1, True)
-        g = r * (g - u.mean(-1, True) if self.centered else g)
-        return g if grad_y is None else grad_y + g
-
-
-def normalised(y: Tensor, centered: bool, eps: float) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return z, m and r of the module's docstring."""
-    m = y.mean(-1, True) if centered else y.new_zeros(1)
-    y = y - m
-    r = (y * y).mean(-1, True).add(eps).rsqrt()
-    return y * r, m, r
-
-
-class NormUpdate(torch.autograd.Function):
-    """The update and the norm after it, by the kernels of a :class:`NormPlan`. The sums are a third output."""
-
-    @staticmethod
-    def forward(ctx, x, f, plan, w, c):
-        y, h, sums = plan.forward(x, f, w, c)
-        ctx.save_for_backward(x, y, w, sums)
-        ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        return y, h, sums
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_h, grad_sums):
-        x, y, w, sums = ctx.saved_tensors
-        plan, (for_x, for_f, _, for_w, for_c) = ctx.plan, ctx.needs_input_grad
+    def torch_gradients(self, saved: Any, grads: Any, needed: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
+        x, y, w, sums = saved
+        g, grad_h, grad_sums = grads
         grad_w = grad_c = None
-        if (grad_h is None or grad_sums is not None or torch.is_grad_enabled() or is_intercepted()
-                or (grad_y is not None and is_batched(grad_y)) or is_batched(grad_h)):
-            g = grad_y
-            if grad_h is not None:
-                g = plan.through_norm(y, grad_y, grad_h, w)
-                grad_w, grad_c = plan.of_parameters(y, grad_h)
-            s, n = plan.statistics(sums[:2])
-            grad_s = None if grad_sums is None else plan.statistics(grad_sums[:2])[0]
-            grad_x, grad_f, _, _ = torch_gradients(
-                x, y, g, grad_s, s, n, 0.0, 1.0, [-1], plan.eps, True, plan.branch_dtype, (for_x, for_f, False, False))
-        else:
-            grad_x, grad_f, both = plan.backward(x, y, grad_y, grad_h, w, sums, (for_x, for_f, for_w or for_c))
-            if both is not None:
-                grad_w, grad_c = both.unbind()  # to iterate over a tensor takes twice as long
-        return (grad_x, grad_f, None, grad_w.to(w.dtype) if for_w and grad_w is not None else None,
-                grad_c.to(plan.bias_dtype) if for_c and grad_c is not None else None)
+        if grad_h is not None:
+            z, r = self._normalised(y)
+            grad_h, rows = grad_h.float(), list(range(y.dim() - 1))
+            grad_w = (grad_h * z).sum(rows).to(self.parameters[0]) if needed[3] else None
+            grad_c = grad_h.sum(rows).to(self.parameters[1]) if needed[4] else None
+            u = grad_h if w is None else grad_h * w
+            through_y = u - z * (u * z).mean(-1, True)
+            through_y = r * (through_y - u.mean(-1, True) if self.centered else through_y)
+            g = through_y if g is None else g + through_y
+        s, n = (t.view(*x.shape[:-1], 1) for t in sums[:2])
+        grad_x, grad_f, _, _ = torch_gradients(
+            x, y, g, None if grad_sums is None else grad_sums[0].view_as(s), s, n, 0.0, 1.0, [-1], self.eps, True,
+            self.branch_dtype, (needed[0], needed[1], False, False))
+        return grad_x, grad_f, None, grad_w, grad_c
+
+    def _launch_norm(self, key: Any, kernel: Any, programs: Tuple[int, int], *numbers: float) -> Launch:
+        launch = self.launches[key] = Launch(
+            kernel, programs[0], (*numbers, *self.constants), self.device, num_warps=programs[1])
+        return launch
+
+    def _normalised(self, y: Tensor) -> Tuple[Tensor, Tensor]:
+        """Return z and r of the module's docstring."""
+        y = y.float()
+        if self.centered:
+            y = y - y.mean(-1, True)
+        r = (y * y).mean(-1, True).add(self.norm_eps).rsqrt()
+        return y * r, r
+
+    def small(self) -> Tuple[Plan, Sequence[Tensor]]:
+        _, (x, f) = super().small()
+        x, f = x[..., 0], f[..., 0]
+        parameters = [dtype and waves([self.width], dtype, self.device, i) for i, dtype in enumerate(self.parameters)]
+        return NormPlan(x, f, self.eps, *self.norm), (x, f, *parameters)
+
+    def by_torch(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None) -> Any:
+        y = plain_update(x, f, 0.0, 1.0, [-1], self.eps)
+        h = self._normalised(y)[0] * (1.0 if w is None else w) + (0.0 if c is None else c)
+        return y, h.to(self.norm_dtype)
 
 
-def make_plan(key: Tuple[Any, ...], x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> NormPlan:
-    """Make the plan of an update and the norm after it, and store it with a key.
-
-    Args:
-        key: Result of :func:`timm_ortho.update.backend.norm_plan_key`.
-        x, f: Stream and branch output, contiguous.
-        eps: Added to |x|^2.
-        norm: An instance of a class in :data:`timm_ortho.update.backend.NORMS`.
-        check: Whether to verify the kernels at their first call, see :func:`timm_ortho.update.backend.verified`.
-    """
+def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Optional[NormPlan]:
+    """Return the plan of an update and the norm after it, or None if there are no kernels for them."""
+    parameters = [p if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias"))]
+    if not (has_kernels(norm) and x.shape == f.shape and norm.normalized_shape == x.shape[-1:] and x.is_contiguous()
+            and f.is_contiguous() and {x.dtype, f.dtype, *parameters} <= {*DTYPES, None} and x.device == f.device
+            and 1 < x.shape[-1] <= LONGEST_NORM and x.numel()):
+        return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-    w, c = (None if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias")))
-    plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, c)
-    plan.case = *plan.case, w, c
-    if check:
-        plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
-        plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
-    if len(norm_plans) >= 1024:
-        norm_plans.clear()
-    norm_plans[key] = plan
-    return plan
+    return NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, parameters)

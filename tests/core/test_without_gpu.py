@@ -1,0 +1,130 @@
+"""The CUDA path without a GPU: torch's CUDA front end and Triton's launchers with a driver whose kernels do nothing.
+
+These tests check launches, streams, devices, capture and memory. They run where the variable FAKE_CUDA is the path of
+such a driver, see CONTRIBUTING.md. Results are not computed: test_parity.py compares them in Triton's interpreter.
+"""
+import ctypes
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from timm_ortho import FeatureConnection
+from timm_ortho.functional import residual_update, use_backend
+from timm_ortho.update import backend as backends
+
+FAKE = os.environ.get("FAKE_CUDA")
+pytestmark = pytest.mark.skipif(
+    not FAKE or not torch.cuda.is_available(), reason="needs the variable FAKE_CUDA, see CONTRIBUTING.md")
+SHAPES = {"rows": ((2, 5, 384), -1), "columns": ((2, 64, 8, 8), 1), "long": ((2, 9000), None)}
+
+
+def launches():
+    count = ctypes.CDLL(FAKE).fake_launches
+    count.restype = ctypes.c_longlong
+    return count()
+
+
+def inputs(shape, device="cuda"):
+    return [torch.zeros(shape, device=device, requires_grad=True) for _ in range(2)]
+
+
+def step(kind, device="cuda"):
+    shape, dim = SHAPES[kind]
+    x, f = inputs(shape, device)
+    y = residual_update(x, f, dim=dim, backend="triton")
+    return torch.autograd.grad(y, (x, f), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_one_launch_in_each_direction_and_two_for_long_rows(kind):
+    for _ in range(2):
+        shape, dim = SHAPES[kind]
+        x, f = inputs(shape)
+        g = torch.zeros(shape, device="cuda")
+        before = launches()
+        y = residual_update(x, f, dim=dim, backend="triton")
+        torch.autograd.grad(y, (x, f), g)
+        assert launches() - before == (4 if kind == "long" else 2)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_devices_streams_and_threads(kind):
+    """A launch uses the device and the stream of its tensors, also if another device is current."""
+    for _ in range(2):
+        assert {grad.device.index for grad in step(kind, "cuda:1")} == {1}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(kind)
+    errors = []
+    threads = [threading.Thread(target=lambda: errors.append(step(kind) is None)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [False, False]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that this mode is a prototype
+def test_the_test_of_the_kernels_waits_for_a_call_that_may_synchronise(monkeypatch):
+    monkeypatch.setattr(backends, "_passed", {})
+    backends.plans.clear()
+    x, f = inputs((2, 5, 384))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        residual_update(x, f, backend="auto").backward(torch.zeros_like(x))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual_update(x, f, backend="auto")
+    assert backends._passed == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the test may fail, because these kernels compute nothing
+        residual_update(x, f, backend="auto")
+    assert len(backends._passed) == 1
+
+
+def test_inference_needs_only_the_memory_of_the_result():
+    x, f = inputs((64, 256, 512))
+    with torch.no_grad():
+        residual_update(x, f, backend="triton")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        residual_update(x, f, backend="triton")
+        assert torch.cuda.max_memory_allocated() - before == 4 * x.numel()
+
+
+def test_out_of_memory_is_no_failure_of_the_kernels():
+    x, f = inputs((64, 256, 512))
+    residual_update(x, f, backend="triton")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-9)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            residual_update(x, f, backend="triton")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    residual_update(x, f, backend="triton")
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_compiled_autograd_hooks_and_checkpoints_around_the_kernels(with_norm):
+    x, f = inputs((2, 5, 384))
+    connection, norm = FeatureConnection(), nn.LayerNorm(384).cuda()
+
+    def run(x, f):
+        return sum(connection.with_norm(x, f, norm)) if with_norm else connection(x, f)
+
+    with use_backend("triton"):
+        y = checkpoint(run, x, f, use_reentrant=False)
+        y.backward(torch.zeros_like(y))
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, lambda t: t):
+            y = run(x, f)
+        before = launches()
+        gradients = torch.autograd.grad(y, (x, f), torch.zeros_like(y))
+        assert launches() - before > 5  # operations of torch, because the saved tensors changed
+        assert {grad.dtype for grad in gradients} == {torch.float32}
