@@ -26,7 +26,7 @@ P x. The class of the connection determines the weights a and b.
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +254,9 @@ class LinearConnection(Connection):
     The arguments of the constructor have no effect on y, but diagnostics read ``dim`` and ``eps``.
     """
 
+    def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps)
+
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.skip is not None:
             x = self.carried(x)
@@ -351,6 +354,7 @@ class HybridConnection(Connection):
         device, dtype: Device and dtype of rho and theta.
         groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
             theta.
+        keep: See :func:`timm_ortho.functional.residual_update`.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")
@@ -360,9 +364,9 @@ class HybridConnection(Connection):
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
-            groups: int = 1,
+            groups: int = 1, keep: str = "output",
     ) -> None:
-        super().__init__(dim, eps)
+        super().__init__(dim, eps, keep)
         self.groups = check_count("groups", groups)
         self.start = known_name("start", start, STARTS)
         # the parameters have shape [1], because FSDP2 does not support 0-d parameters
@@ -403,7 +407,7 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "global": GlobalConnection,
     "hybrid": HybridConnection,
 }
-_PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
+_SET_BY_CONNECT = ("dim", "device", "dtype")
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
@@ -411,8 +415,8 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
 
     Args:
         name: A Python identifier, so that command lines and config.json can contain it.
-        connection: A subclass of :class:`Connection`, or a function that returns an instance. It must accept ``dim``
-            and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``groups``, ``device`` and ``dtype``.
+        connection: A subclass of :class:`Connection`, or a function that returns an instance, see
+            :func:`create_connection`.
 
     Raises:
         ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
@@ -426,7 +430,7 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
         Half(dim=-1, eps=0.0001)
         >>> del CONNECTIONS["half_of_parallel"]
     """
-    _parameters(connection)
+    arguments_of(connection)
     check_new_name("connection", name, connection, CONNECTIONS.get(name))
     create_connection(connection)
     CONNECTIONS[name] = connection
@@ -441,31 +445,19 @@ def create_connection(
         connection: Union[str, Callable[..., Connection]],
         *,
         dim: int = -1,
-        eps: float = 1e-6,
-        prob: float = 1.0,
-        start: str = "orthogonal",
-        keep: str = "output",
-        groups: int = 1,
-        branch_first: bool = False,
         skip: Optional[nn.Module] = None,
-        site: SiteSpec = NO_SITE,
         device: Any = None,
         dtype: Any = None,
+        **arguments: Any,
 ) -> Connection:
     """Make a connection.
 
-    The class or function receives only the arguments that it accepts.
-
     Args:
         connection: Name, class, or a function that returns an instance.
-        dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. If a connection has no argument ``prob`` or ``groups``, any value except
-            the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
-            so that one set of arguments fits a comparison of several connections.
-        branch_first: See :class:`Connection`.
+        dim: Channel axis.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
-        site: Description of the site, see :class:`Connection`.
-        device, dtype: Device and dtype of the parameters.
+        device, dtype: Device and dtype of the parameters, for a constructor that names these arguments.
+        arguments: Other arguments of the constructor.
 
     Returns:
         The connection, in training mode.
@@ -478,23 +470,19 @@ def create_connection(
         >>> create_connection("feature", dim=1, groups=4)
         FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
-    make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
-    kept = "branch" if site.in_place else keep
-    arguments = dict(
-        dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
-    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
-    check_prob(prob)
-    check_count("groups", groups)
-    known_name("keep", keep, KEEPS)
-    if "start" not in accepted:  # a class that accepts it may have other forms
-        known_name("start", start, STARTS)
-    for name in ("prob", "groups"):  # 1 is the default of both
-        if name not in accepted and arguments[name] != 1 and make is not LinearConnection:
-            others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
-            raise ValueError(f"{connection if isinstance(connection, str) else _class_name(make)} does not take the "
-                             f"argument {name}: omit {name}, or choose {others}; your own connection needs this "
-                             "argument in its constructor")
-    made = make(**{name: value for name, value in arguments.items() if name in accepted})
+    name, known = name_of(connection), arguments_of(connection)
+    make = CONNECTIONS[connection] if isinstance(connection, str) else connection
+    check_arguments(connection, arguments)
+    missing = [argument for argument, default in known.items()
+               if default is inspect.Parameter.empty and argument not in arguments]
+    if missing:
+        raise ValueError(f"connection {name!r} has arguments without a default: {', '.join(missing)}; pass their "
+                         "values, or add defaults")
+    placed = {key: value for key, value in (("device", device), ("dtype", dtype)) if key in _parameters(make)}
+    try:
+        made = make(dim=dim, **placed, **arguments)
+    except TypeError as error:
+        raise ValueError(f"connection {name!r}: {error}; known arguments are {', '.join(map(repr, known))}") from error
     if not isinstance(made, Connection):
         raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
     if "_modules" not in vars(made):
@@ -505,14 +493,10 @@ def create_connection(
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
-    made.skip, made.branch_first, made.site = skip, branch_first, site
+    made.skip = skip
     cls = cast(type, type(made))
     if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
         raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
-    if kept == "branch":  # a subclass may have no argument keep
-        made.keep = kept
-    if site.tokens_apart and made.dims is None:
-        made.dims = [dim]
     return made
 
 
@@ -531,20 +515,46 @@ def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
     return f"{connection.__module__}.{name}" if name in CONNECTIONS else name
 
 
-def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
-    """Return the constructor's parameters by name, after checking them."""
+def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str, Any]:
+    """Return the arguments of a connection's constructor with their defaults, without those that ``connect`` sets.
+
+    >>> arguments_of("global")
+    {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}
+
+    Raises:
+        ValueError: The name is unknown, or the connection does not have the required signature.
+    """
+    make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
     if isinstance(make, nn.Module) or not callable(make):
         shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
         raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
-    parameters = dict(inspect.signature(make).parameters)
+    parameters = _parameters(make)
     missing = [name for name in ("dim", "eps") if name not in parameters]
-    if missing:
+    if missing and not takes_any(make):
         raise ValueError(f"{_class_name(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
                          f"{', '.join(missing)}")
-    required = [name for name, parameter in parameters.items() if name not in _PASSED
-                and parameter.default is parameter.empty
-                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
-    if required:
-        raise ValueError(f"{_class_name(make)} must have defaults for its own arguments; without a default: "
-                         f"{', '.join(required)}")
-    return parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name not in _SET_BY_CONNECT}
+
+
+def check_arguments(connection: Union[str, Callable[..., Connection]], names: Iterable[str]) -> None:
+    """Raise ValueError unless the constructor accepts arguments of these names, and the user may set them."""
+    known, is_open = arguments_of(connection), takes_any(CONNECTIONS.get(connection, connection))
+    for name in names:
+        if name in _SET_BY_CONNECT or not is_open:
+            known_name(f"argument of connection {name_of(connection)!r}:", name, known)
+
+
+def takes_any(make: Callable[..., Connection]) -> bool:
+    """Return whether a constructor has ``**kwargs``, so that its signature does not list all its arguments."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(make).parameters.values())
+
+
+def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
+    """Return the named arguments of a constructor, and those of its base classes to which ``**kwargs`` can pass."""
+    found: Dict[str, inspect.Parameter] = {}
+    for each in (make, *getattr(getattr(make, "func", make), "__mro__", ())[1:]):
+        found = {**inspect.signature(each).parameters, **found}
+        if not takes_any(each):
+            break
+    return {name: parameter for name, parameter in found.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)}

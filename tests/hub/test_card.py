@@ -298,7 +298,7 @@ def test_a_connection_is_described_by_its_docstring(name):
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
+    (lambda dim, eps=1e-6: FeatureConnection(dim, eps), "mine. Registered by its author."),
     (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
     (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
     (type("Mine", (FeatureConnection,), {"__doc__": "Half of |f|."}), r"mine. Half of \|f\|."),
