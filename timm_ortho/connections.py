@@ -1,14 +1,8 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
 Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
-of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x.
-
-| name | y | parameters |
-| --- | --- | --- |
-| ``linear`` | x + f | none |
-| ``feature`` | x + f_orth, one projection for each token or pixel (Oh et al. 2025, Algorithm 1) | none |
-| ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
-| ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
+of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. The classes
+have the formulas of y.
 
 :mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add your own connection,
 subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for the class with
@@ -26,6 +20,7 @@ P x. The class of the connection determines the weights a and b.
 import inspect
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, cast
 
 import torch
@@ -94,6 +89,11 @@ class Connection(nn.Module):
             the layout affects the rounding of later operations.
         site: Description of the site, from :func:`timm_ortho.connect`; ``NO_SITE`` for a connection on its own.
             ``forward`` must not read it, because TorchScript has no such type.
+        card_text: The update of a residual block, for model cards.
+        report_name: Name in reports, if it differs from the registered name.
+        any_basis: Whether a rotation of the channels of x and f rotates y, see :mod:`timm_ortho.skips.rewrites`.
+
+    Subclasses do not inherit the last three attributes.
 
     Example:
         >>> class Half(Connection):
@@ -248,192 +248,47 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
     return create_mask(mask.mask_mod, batch, heads, queries, keys, device=x.device)
 
 
-class LinearConnection(Connection):
-    """The plain residual connection: y = x + f.
-
-    The arguments of the constructor have no effect on y, but diagnostics read ``dim`` and ``eps``.
-    """
-
-    def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
-        super().__init__(dim, eps)
-
-    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        if self.skip is not None:
-            x = self.carried(x)
-            if not torch.jit.is_scripting() and isinstance(x, Tensor) and x.shape != f.shape:  # FX's proxies have none
-                check_tensors(x, f, None)
-        return f + x if self.branch_first else x + f
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
-
-
-class FeatureConnection(Connection):
-    """Orthogonal-F: y = x + f_orth, one projection along the channel axis for each token or pixel.
-
-    Args:
-        dim: Channel axis.
-        eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
-            evaluation, the parallel part has its mean weight, 1 - pi.
-        keep: See :func:`timm_ortho.functional.residual_update`.
-        groups: Number of equal parts of the channel axis. Each part has its own projection.
-
-    Example:
-        >>> x, f = torch.tensor([3.0, 4.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
-        >>> FeatureConnection(groups=2)(x, f)
-        tensor([3.6400, 3.5200, 1.0000, 1.0000])
-    """
-
-    def __init__(
-            self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
-        super().__init__(dim, eps, keep)
-        check_prob(prob)
-        self.prob = float(prob)
-        self.groups = check_count("groups", groups)
-
-    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        if self.training and 0.0 < self.prob < 1.0:
-            # float32, because bfloat16 would round the probability
-            # torch.full, because x.new_full is batched under vmap, and bernoulli with randomness="same" rejects that
-            drawn = torch.bernoulli(torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device))
-            return self.join(x, f, drawn, 1.0, attn_mask)
-        return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
-
-    def with_norm(
-            self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Tensor]:
-        if kernels_for(x) is not None and can_fuse_norm(self):
-            both = update_with_norm(x, f, norm, self.eps)
-            if both is not None:
-                observe(self, (x, f), {"attn_mask": attn_mask}, both[0])
-                return both
-        return super().with_norm(x, f, norm, attn_mask)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
-
-
-def can_fuse_norm(connection: nn.Module) -> bool:
-    """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
-    return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
-            and connection.groups == 1 and connection.skip is None and connection.keep == "output"
-            and not has_hooks(connection))
-
-
-class GlobalConnection(FeatureConnection):
-    """Orthogonal-G: y = x + f_orth, one projection over all axes but the batch.
-
-    Padding is excluded from the projection, and the output at padding is zero.
-
-    Args:
-        dim, eps, prob, keep: See :class:`FeatureConnection`.
-
-    Example:
-        >>> x, f = torch.ones(1, 2, 2), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
-        >>> GlobalConnection()(x, f)
-        tensor([[[1.7500, 0.7500],
-                 [0.7500, 0.7500]]])
-    """
-
-    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
-        super().__init__(dim, eps, prob, keep)
-        self.dims = None
-
-
-class HybridConnection(Connection):
-    """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
-
-    rho is at least 0, and theta is in [-pi/2, pi/2]. The forward pass clamps values outside these ranges. The backward
-    pass ignores the clamp, so that an optimizer can move such values back.
-
-    Args:
-        dim: Channel axis.
-        eps: Added to |x|^2.
-        start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
-        device, dtype: Device and dtype of rho and theta.
-        groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
-            theta.
-        keep: See :func:`timm_ortho.functional.residual_update`.
-
-    Example:
-        >>> hybrid = HybridConnection(start="linear")
-        >>> hybrid(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])).detach()
-        tensor([4., 4.])
-    """
-
-    def __init__(
-            self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
-            groups: int = 1, keep: str = "output",
-    ) -> None:
-        super().__init__(dim, eps, keep)
-        self.groups = check_count("groups", groups)
-        self.start = known_name("start", start, STARTS)
-        # the parameters have shape [1], because FSDP2 does not support 0-d parameters
-        self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.theta = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the initial values, also after `to_empty` moved the module from the meta device."""
-        for parameter, value in zip((self.rho, self.theta), STARTS[self.start], strict=True):
-            nn.init.constant_(parameter, value)
-
-    def in_use(self) -> List[Tensor]:
-        """Return the clamped ``[rho, theta]`` as 0-d tensors."""
-        rho, theta = self.rho[0], self.theta[0]
-        rho = rho + (rho.clamp(min=0.0) - rho).detach()
-        quarter_turn = math.pi / 2
-        theta = theta + (theta.clamp(min=-quarter_turn, max=quarter_turn) - theta).detach()
-        return [rho, theta]
-
-    def weights(self) -> List[Tensor]:
-        """Return the weights ``[a, b]`` of the update as 0-d tensors."""
-        rho, theta = self.in_use()
-        return [rho * theta.sin(), rho * theta.cos()]
-
-    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        weights = self.weights()
-        return self.join(x, f, weights[0], weights[1], attn_mask)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, start={self.start!r}"
-
-
 # --------------------------------------------------------------------------------------------------- by name
-CONNECTIONS: Dict[str, Callable[..., Connection]] = {
-    "linear": LinearConnection,
-    "feature": FeatureConnection,
-    "global": GlobalConnection,
-    "hybrid": HybridConnection,
-}
+CONNECTIONS: Dict[str, Callable[..., Connection]] = {}
 _SET_BY_CONNECT = ("dim", "device", "dtype")
 
 
-def register_connection(name: str, connection: Callable[..., Connection]) -> None:
+def register_connection(name: str, connection: Optional[Callable[..., Connection]] = None) -> Any:
     """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of models.
 
     Args:
         name: A Python identifier, so that command lines and config.json can contain it.
         connection: A subclass of :class:`Connection`, or a function that returns an instance, see
-            :func:`create_connection`.
+            :func:`create_connection`. Without it, return a decorator.
+
+    Returns:
+        The connection.
 
     Raises:
         ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
 
     Example:
-        >>> class Half(Connection):
+        >>> @register_connection("half_of_parallel")
+        ... class Half(Connection):
         ...     def forward(self, x, f, attn_mask=None):
         ...         return self.join(x, f, 0.5, 1.0, attn_mask)
-        >>> register_connection("half_of_parallel", Half)
         >>> create_connection("half_of_parallel", eps=1e-4)
         Half(dim=-1, eps=0.0001)
         >>> del CONNECTIONS["half_of_parallel"]
     """
+    if connection is None:
+        return partial(register_connection, name)
     arguments_of(connection)
     check_new_name("connection", name, connection, CONNECTIONS.get(name))
     create_connection(connection)
     CONNECTIONS[name] = connection
+    return connection
+
+
+def declared(name: str, attribute: str) -> Any:
+    """Return an attribute that the class of a registered connection sets itself, None if a base class sets it."""
+    make: Any = CONNECTIONS.get(name)
+    return None if make is None else vars(getattr(make, "func", make)).get(attribute)
 
 
 def known_connection(name: str) -> str:
@@ -471,7 +326,7 @@ def create_connection(
         FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
     name, known = name_of(connection), arguments_of(connection)
-    make = CONNECTIONS[connection] if isinstance(connection, str) else connection
+    make = _registered(connection)
     check_arguments(connection, arguments)
     missing = [argument for argument, default in known.items()
                if default is inspect.Parameter.empty and argument not in arguments]
@@ -524,7 +379,7 @@ def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str,
     Raises:
         ValueError: The name is unknown, or the connection does not have the required signature.
     """
-    make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
+    make = _registered(connection)
     if isinstance(make, nn.Module) or not callable(make):
         shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
         raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
@@ -538,10 +393,15 @@ def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str,
 
 def check_arguments(connection: Union[str, Callable[..., Connection]], names: Iterable[str]) -> None:
     """Raise ValueError unless the constructor accepts arguments of these names, and the user may set them."""
-    known, is_open = arguments_of(connection), takes_any(CONNECTIONS.get(connection, connection))
+    known, is_open = arguments_of(connection), takes_any(_registered(connection))
     for name in names:
         if name in _SET_BY_CONNECT or not is_open:
             known_name(f"argument of connection {name_of(connection)!r}:", name, known)
+
+
+def _registered(connection: Union[str, Callable[..., Connection]]) -> Callable[..., Connection]:
+    """Return the class or function with a registered name, or the class or function itself."""
+    return CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
 
 
 def takes_any(make: Callable[..., Connection]) -> bool:
@@ -558,3 +418,181 @@ def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
             break
     return {name: parameter for name, parameter in found.items()
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)}
+
+
+# --------------------------------------------------------------------------------------------- the connections
+_ADDS = "A residual block adds its branch output f to the stream x"
+_S = "s = <x, f> / (|x|² + eps)"
+
+
+@register_connection("linear")
+class LinearConnection(Connection):
+    """The plain residual connection: y = x + f.
+
+    The arguments of the constructor have no effect on y, but diagnostics read ``dim`` and ``eps``.
+    """
+
+    card_text = f"{_ADDS}: y = x + f."
+    report_name = "Linear"
+    any_basis = True
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps)
+
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
+        if self.skip is not None:
+            x = self.carried(x)
+            if not torch.jit.is_scripting() and isinstance(x, Tensor) and x.shape != f.shape:  # FX's proxies have none
+                check_tensors(x, f, None)
+        return f + x if self.branch_first else x + f
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+@register_connection("feature")
+class FeatureConnection(Connection):
+    """Orthogonal-F: y = x + f_orth, one projection along the channel axis for each token or pixel.
+
+    Args:
+        dim: Channel axis.
+        eps: Added to |x|^2.
+        prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
+            evaluation, the parallel part has its mean weight, 1 - pi.
+        keep: See :func:`timm_ortho.functional.residual_update`.
+        groups: Number of equal parts of the channel axis. Each part has its own projection.
+
+    Example:
+        >>> x, f = torch.tensor([3.0, 4.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
+        >>> FeatureConnection(groups=2)(x, f)
+        tensor([3.6400, 3.5200, 1.0000, 1.0000])
+    """
+
+    card_text = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
+                 f"orthogonal to x: y = x + f - s x with {_S}.")
+    report_name = "Orthogonal-F"
+    any_basis = True
+
+    def __init__(
+            self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
+        super().__init__(dim, eps, keep)
+        check_prob(prob)
+        self.prob = float(prob)
+        self.groups = check_count("groups", groups)
+
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
+        if self.training and 0.0 < self.prob < 1.0:
+            # float32, because bfloat16 would round the probability
+            # torch.full, because x.new_full is batched under vmap, and bernoulli with randomness="same" rejects that
+            drawn = torch.bernoulli(torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device))
+            return self.join(x, f, drawn, 1.0, attn_mask)
+        return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
+
+    def with_norm(
+            self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        if kernels_for(x) is not None and can_fuse_norm(self):
+            both = update_with_norm(x, f, norm, self.eps)
+            if both is not None:
+                observe(self, (x, f), {"attn_mask": attn_mask}, both[0])
+                return both
+        return super().with_norm(x, f, norm, attn_mask)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
+
+
+def can_fuse_norm(connection: nn.Module) -> bool:
+    """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
+    return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
+            and connection.groups == 1 and connection.skip is None and connection.keep == "output"
+            and not has_hooks(connection))
+
+
+@register_connection("global")
+class GlobalConnection(FeatureConnection):
+    """Orthogonal-G: y = x + f_orth, one projection over all axes but the batch.
+
+    Padding is excluded from the projection, and the output at padding is zero.
+
+    Args:
+        dim, eps, prob, keep: See :class:`FeatureConnection`.
+
+    Example:
+        >>> x, f = torch.ones(1, 2, 2), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+        >>> GlobalConnection()(x, f)
+        tensor([[[1.7500, 0.7500],
+                 [0.7500, 0.7500]]])
+    """
+
+    card_text = FeatureConnection.card_text
+    report_name = "Orthogonal-G"
+    any_basis = True
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
+        super().__init__(dim, eps, prob, keep)
+        self.dims = None
+
+
+@register_connection("hybrid")
+class HybridConnection(Connection):
+    """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
+
+    rho is at least 0, and theta is in [-pi/2, pi/2]. The forward pass clamps values outside these ranges. The backward
+    pass ignores the clamp, so that an optimizer can move such values back.
+
+    Args:
+        dim: Channel axis.
+        eps: Added to |x|^2.
+        start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
+        device, dtype: Device and dtype of rho and theta.
+        groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
+            theta.
+        keep: See :func:`timm_ortho.functional.residual_update`.
+
+    Example:
+        >>> hybrid = HybridConnection(start="linear")
+        >>> hybrid(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])).detach()
+        tensor([4., 4.])
+    """
+
+    card_text = (f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
+                 f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_S}.")
+    any_basis = True
+
+    def __init__(
+            self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
+            groups: int = 1, keep: str = "output",
+    ) -> None:
+        super().__init__(dim, eps, keep)
+        self.groups = check_count("groups", groups)
+        self.start = known_name("start", start, STARTS)
+        # the parameters have shape [1], because FSDP2 does not support 0-d parameters
+        self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial values, also after `to_empty` moved the module from the meta device."""
+        for parameter, value in zip((self.rho, self.theta), STARTS[self.start], strict=True):
+            nn.init.constant_(parameter, value)
+
+    def in_use(self) -> List[Tensor]:
+        """Return the clamped ``[rho, theta]`` as 0-d tensors."""
+        rho, theta = self.rho[0], self.theta[0]
+        rho = rho + (rho.clamp(min=0.0) - rho).detach()
+        quarter_turn = math.pi / 2
+        theta = theta + (theta.clamp(min=-quarter_turn, max=quarter_turn) - theta).detach()
+        return [rho, theta]
+
+    def weights(self) -> List[Tensor]:
+        """Return the weights ``[a, b]`` of the update as 0-d tensors."""
+        rho, theta = self.in_use()
+        return [rho * theta.sin(), rho * theta.cos()]
+
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
+        weights = self.weights()
+        return self.join(x, f, weights[0], weights[1], attn_mask)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, start={self.start!r}"

@@ -333,7 +333,7 @@ ORTHOGONAL = (f"{ADDS}. An orthogonal connection adds only the part of f that is
      "block with the stream x. Its code is in the author's module."),
 ])
 def test_a_card_states_what_its_model_computes(monkeypatch, arguments, text):
-    monkeypatch.setitem(CONNECTIONS, "mine", FeatureConnection)
+    monkeypatch.setitem(CONNECTIONS, "mine", type("Mine", (FeatureConnection,), {}))
     card = model_card(connected(**arguments))
     after_the_table = section(card, "Model").rpartition("|\n")[2]
     assert " ".join(after_the_table.split()) == text
