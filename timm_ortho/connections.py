@@ -1,14 +1,8 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
 Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
-of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x.
-
-| name | y | parameters |
-| --- | --- | --- |
-| ``linear`` | x + f | none |
-| ``feature`` | x + f_orth, one projection for each token or pixel (Oh et al. 2025, Algorithm 1) | none |
-| ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
-| ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
+of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. The classes
+have the formulas of y.
 
 :mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add your own connection,
 subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for the class with
@@ -26,7 +20,8 @@ P x. The class of the connection determines the weights a and b.
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +89,11 @@ class Connection(nn.Module):
             the layout affects the rounding of later operations.
         site: Description of the site, from :func:`timm_ortho.connect`; ``NO_SITE`` for a connection on its own.
             ``forward`` must not read it, because TorchScript has no such type.
+        card_text: The update of a residual block, for model cards.
+        report_name: Name in reports, if it differs from the registered name.
+        any_basis: Whether a rotation of the channels of x and f rotates y, see :mod:`timm_ortho.skips.rewrites`.
+
+    Subclasses do not inherit the last three attributes.
 
     Example:
         >>> class Half(Connection):
@@ -248,11 +248,196 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
     return create_mask(mask.mask_mod, batch, heads, queries, keys, device=x.device)
 
 
+# --------------------------------------------------------------------------------------------------- by name
+CONNECTIONS: Dict[str, Callable[..., Connection]] = {}
+_SET_BY_CONNECT = ("dim", "device", "dtype")
+
+
+def register_connection(name: str, connection: Optional[Callable[..., Connection]] = None) -> Any:
+    """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of models.
+
+    Args:
+        name: A Python identifier, so that command lines and config.json can contain it.
+        connection: A subclass of :class:`Connection`, or a function that returns an instance, see
+            :func:`create_connection`. Without it, return a decorator.
+
+    Returns:
+        The connection.
+
+    Raises:
+        ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
+
+    Example:
+        >>> @register_connection("half_of_parallel")
+        ... class Half(Connection):
+        ...     def forward(self, x, f, attn_mask=None):
+        ...         return self.join(x, f, 0.5, 1.0, attn_mask)
+        >>> create_connection("half_of_parallel", eps=1e-4)
+        Half(dim=-1, eps=0.0001)
+        >>> del CONNECTIONS["half_of_parallel"]
+    """
+    if connection is None:
+        return partial(register_connection, name)
+    arguments_of(connection)
+    check_new_name("connection", name, connection, CONNECTIONS.get(name))
+    create_connection(connection)
+    CONNECTIONS[name] = connection
+    return connection
+
+
+def declared(name: str, attribute: str) -> Any:
+    """Return an attribute that the class of a registered connection sets itself, None if a base class sets it."""
+    make: Any = CONNECTIONS.get(name)
+    return None if make is None else vars(getattr(make, "func", make)).get(attribute)
+
+
+def known_connection(name: str) -> str:
+    """Return the name of a registered connection; raise ValueError for any other name."""
+    return known_name("connection", name, CONNECTIONS, IMPORT_HINT)
+
+
+def create_connection(
+        connection: Union[str, Callable[..., Connection]],
+        *,
+        dim: int = -1,
+        skip: Optional[nn.Module] = None,
+        device: Any = None,
+        dtype: Any = None,
+        **arguments: Any,
+) -> Connection:
+    """Make a connection.
+
+    Args:
+        connection: Name, class, or a function that returns an instance.
+        dim: Channel axis.
+        skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
+        device, dtype: Device and dtype of the parameters, for a constructor that names these arguments.
+        arguments: Other arguments of the constructor.
+
+    Returns:
+        The connection, in training mode.
+
+    Raises:
+        ValueError: A name is unknown, a value is outside its range, or the connection does not have the required
+            signature.
+
+    Example:
+        >>> create_connection("feature", dim=1, groups=4)
+        FeatureConnection(dim=1, eps=1e-06, groups=4)
+    """
+    name, known = name_of(connection), arguments_of(connection)
+    make = _registered(connection)
+    check_arguments(connection, arguments)
+    missing = [argument for argument, default in known.items()
+               if default is inspect.Parameter.empty and argument not in arguments]
+    if missing:
+        raise ValueError(f"connection {name!r} has arguments without a default: {', '.join(missing)}; pass their "
+                         "values, or add defaults")
+    placed = {key: value for key, value in (("device", device), ("dtype", dtype)) if key in _parameters(make)}
+    try:
+        made = make(dim=dim, **placed, **arguments)
+    except TypeError as error:
+        raise ValueError(f"connection {name!r}: {error}; known arguments are {', '.join(map(repr, known))}") from error
+    if not isinstance(made, Connection):
+        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
+    if "_modules" not in vars(made):
+        raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
+    signature = inspect.signature(made.forward)
+    try:
+        signature.bind(x=None, f=None, attn_mask=None)
+    except TypeError as error:
+        raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
+                         f"{error}") from None
+    made.skip = skip
+    cls = cast(type, type(made))
+    if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
+        raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
+    return made
+
+
+def _class_name(make: Any) -> str:
+    return getattr(make, "__name__", type(make).__name__)
+
+
+def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
+    """Return the registered name of a class or function. If it has none, return a name that is not registered."""
+    if isinstance(connection, str):
+        return known_connection(connection)
+    for name, registered in CONNECTIONS.items():
+        if registered is connection:
+            return name
+    name = _class_name(connection)
+    return f"{connection.__module__}.{name}" if name in CONNECTIONS else name
+
+
+def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str, Any]:
+    """Return the arguments of a connection's constructor with their defaults, without those that ``connect`` sets.
+
+    >>> arguments_of("global")
+    {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}
+
+    Raises:
+        ValueError: The name is unknown, or the connection does not have the required signature.
+    """
+    make = _registered(connection)
+    if isinstance(make, nn.Module) or not callable(make):
+        shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
+        raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
+    parameters = _parameters(make)
+    missing = [name for name in ("dim", "eps") if name not in parameters]
+    if missing and not takes_any(make):
+        raise ValueError(f"{_class_name(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
+                         f"{', '.join(missing)}")
+    return {name: parameter.default for name, parameter in parameters.items() if name not in _SET_BY_CONNECT}
+
+
+def check_arguments(connection: Union[str, Callable[..., Connection]], names: Iterable[str]) -> None:
+    """Raise ValueError unless the constructor accepts arguments of these names, and the user may set them."""
+    known, is_open = arguments_of(connection), takes_any(_registered(connection))
+    for name in names:
+        if name in _SET_BY_CONNECT or not is_open:
+            known_name(f"argument of connection {name_of(connection)!r}:", name, known)
+
+
+def _registered(connection: Union[str, Callable[..., Connection]]) -> Callable[..., Connection]:
+    """Return the class or function with a registered name, or the class or function itself."""
+    return CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
+
+
+def takes_any(make: Callable[..., Connection]) -> bool:
+    """Return whether a constructor has ``**kwargs``, so that its signature does not list all its arguments."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(make).parameters.values())
+
+
+def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
+    """Return the named arguments of a constructor, and those of its base classes to which ``**kwargs`` can pass."""
+    found: Dict[str, inspect.Parameter] = {}
+    for each in (make, *getattr(getattr(make, "func", make), "__mro__", ())[1:]):
+        found = {**inspect.signature(each).parameters, **found}
+        if not takes_any(each):
+            break
+    return {name: parameter for name, parameter in found.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)}
+
+
+# --------------------------------------------------------------------------------------------- the connections
+_ADDS = "A residual block adds its branch output f to the stream x"
+_S = "s = <x, f> / (|x|² + eps)"
+
+
+@register_connection("linear")
 class LinearConnection(Connection):
     """The plain residual connection: y = x + f.
 
     The arguments of the constructor have no effect on y, but diagnostics read ``dim`` and ``eps``.
     """
+
+    card_text = f"{_ADDS}: y = x + f."
+    report_name = "Linear"
+    any_basis = True
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps)
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.skip is not None:
@@ -265,6 +450,7 @@ class LinearConnection(Connection):
         return f"dim={self.dim}"
 
 
+@register_connection("feature")
 class FeatureConnection(Connection):
     """Orthogonal-F: y = x + f_orth, one projection along the channel axis for each token or pixel.
 
@@ -281,6 +467,11 @@ class FeatureConnection(Connection):
         >>> FeatureConnection(groups=2)(x, f)
         tensor([3.6400, 3.5200, 1.0000, 1.0000])
     """
+
+    card_text = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
+                 f"orthogonal to x: y = x + f - s x with {_S}.")
+    report_name = "Orthogonal-F"
+    any_basis = True
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
@@ -318,6 +509,7 @@ def can_fuse_norm(connection: nn.Module) -> bool:
             and not has_hooks(connection))
 
 
+@register_connection("global")
 class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over all axes but the batch.
 
@@ -333,11 +525,16 @@ class GlobalConnection(FeatureConnection):
                  [0.7500, 0.7500]]])
     """
 
+    card_text = FeatureConnection.card_text
+    report_name = "Orthogonal-G"
+    any_basis = True
+
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, prob, keep)
         self.dims = None
 
 
+@register_connection("hybrid")
 class HybridConnection(Connection):
     """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
 
@@ -351,6 +548,7 @@ class HybridConnection(Connection):
         device, dtype: Device and dtype of rho and theta.
         groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
             theta.
+        keep: See :func:`timm_ortho.functional.residual_update`.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")
@@ -358,11 +556,15 @@ class HybridConnection(Connection):
         tensor([4., 4.])
     """
 
+    card_text = (f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
+                 f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_S}.")
+    any_basis = True
+
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
-            groups: int = 1,
+            groups: int = 1, keep: str = "output",
     ) -> None:
-        super().__init__(dim, eps)
+        super().__init__(dim, eps, keep)
         self.groups = check_count("groups", groups)
         self.start = known_name("start", start, STARTS)
         # the parameters have shape [1], because FSDP2 does not support 0-d parameters
@@ -394,157 +596,3 @@ class HybridConnection(Connection):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, start={self.start!r}"
-
-
-# --------------------------------------------------------------------------------------------------- by name
-CONNECTIONS: Dict[str, Callable[..., Connection]] = {
-    "linear": LinearConnection,
-    "feature": FeatureConnection,
-    "global": GlobalConnection,
-    "hybrid": HybridConnection,
-}
-_PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
-
-
-def register_connection(name: str, connection: Callable[..., Connection]) -> None:
-    """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of models.
-
-    Args:
-        name: A Python identifier, so that command lines and config.json can contain it.
-        connection: A subclass of :class:`Connection`, or a function that returns an instance. It must accept ``dim``
-            and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``groups``, ``device`` and ``dtype``.
-
-    Raises:
-        ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
-
-    Example:
-        >>> class Half(Connection):
-        ...     def forward(self, x, f, attn_mask=None):
-        ...         return self.join(x, f, 0.5, 1.0, attn_mask)
-        >>> register_connection("half_of_parallel", Half)
-        >>> create_connection("half_of_parallel", eps=1e-4)
-        Half(dim=-1, eps=0.0001)
-        >>> del CONNECTIONS["half_of_parallel"]
-    """
-    _parameters(connection)
-    check_new_name("connection", name, connection, CONNECTIONS.get(name))
-    create_connection(connection)
-    CONNECTIONS[name] = connection
-
-
-def known_connection(name: str) -> str:
-    """Return the name of a registered connection; raise ValueError for any other name."""
-    return known_name("connection", name, CONNECTIONS, IMPORT_HINT)
-
-
-def create_connection(
-        connection: Union[str, Callable[..., Connection]],
-        *,
-        dim: int = -1,
-        eps: float = 1e-6,
-        prob: float = 1.0,
-        start: str = "orthogonal",
-        keep: str = "output",
-        groups: int = 1,
-        branch_first: bool = False,
-        skip: Optional[nn.Module] = None,
-        site: SiteSpec = NO_SITE,
-        device: Any = None,
-        dtype: Any = None,
-) -> Connection:
-    """Make a connection.
-
-    The class or function receives only the arguments that it accepts.
-
-    Args:
-        connection: Name, class, or a function that returns an instance.
-        dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. If a connection has no argument ``prob`` or ``groups``, any value except
-            the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
-            so that one set of arguments fits a comparison of several connections.
-        branch_first: See :class:`Connection`.
-        skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
-        site: Description of the site, see :class:`Connection`.
-        device, dtype: Device and dtype of the parameters.
-
-    Returns:
-        The connection, in training mode.
-
-    Raises:
-        ValueError: A name is unknown, a value is outside its range, or the connection does not have the required
-            signature.
-
-    Example:
-        >>> create_connection("feature", dim=1, groups=4)
-        FeatureConnection(dim=1, eps=1e-06, groups=4)
-    """
-    make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
-    kept = "branch" if site.in_place else keep
-    arguments = dict(
-        dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
-    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
-    check_prob(prob)
-    check_count("groups", groups)
-    known_name("keep", keep, KEEPS)
-    if "start" not in accepted:  # a class that accepts it may have other forms
-        known_name("start", start, STARTS)
-    for name in ("prob", "groups"):  # 1 is the default of both
-        if name not in accepted and arguments[name] != 1 and make is not LinearConnection:
-            others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
-            raise ValueError(f"{connection if isinstance(connection, str) else _class_name(make)} does not take the "
-                             f"argument {name}: omit {name}, or choose {others}; your own connection needs this "
-                             "argument in its constructor")
-    made = make(**{name: value for name, value in arguments.items() if name in accepted})
-    if not isinstance(made, Connection):
-        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
-    if "_modules" not in vars(made):
-        raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
-    signature = inspect.signature(made.forward)
-    try:
-        signature.bind(x=None, f=None, attn_mask=None)
-    except TypeError as error:
-        raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
-                         f"{error}") from None
-    made.skip, made.branch_first, made.site = skip, branch_first, site
-    cls = cast(type, type(made))
-    if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
-        raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
-    if kept == "branch":  # a subclass may have no argument keep
-        made.keep = kept
-    if site.tokens_apart and made.dims is None:
-        made.dims = [dim]
-    return made
-
-
-def _class_name(make: Any) -> str:
-    return getattr(make, "__name__", type(make).__name__)
-
-
-def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
-    """Return the registered name of a class or function. If it has none, return a name that is not registered."""
-    if isinstance(connection, str):
-        return known_connection(connection)
-    for name, registered in CONNECTIONS.items():
-        if registered is connection:
-            return name
-    name = _class_name(connection)
-    return f"{connection.__module__}.{name}" if name in CONNECTIONS else name
-
-
-def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
-    """Return the constructor's parameters by name, after checking them."""
-    if isinstance(make, nn.Module) or not callable(make):
-        shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
-        raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
-    parameters = dict(inspect.signature(make).parameters)
-    missing = [name for name in ("dim", "eps") if name not in parameters]
-    if missing:
-        raise ValueError(f"{_class_name(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
-                         f"{', '.join(missing)}")
-    required = [name for name, parameter in parameters.items() if name not in _PASSED
-                and parameter.default is parameter.empty
-                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
-    if required:
-        raise ValueError(f"{_class_name(make)} must have defaults for its own arguments; without a default: "
-                         f"{', '.join(required)}")
-    return parameters

@@ -1,4 +1,5 @@
 """Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this."""
+import json
 import operator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, SiteSpec, create_connection, name_of
+from .connections import Connection, SiteSpec, arguments_of, check_arguments, create_connection, name_of
 from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
 from .skips import IDEMPOTENT, create_skip, known_skip
 
@@ -105,17 +106,13 @@ def connect(
         model: ModelT,
         connection: Union[str, Callable[..., Connection]] = "feature",
         *,
-        eps: float = 1e-6,
-        prob: float = 1.0,
         layers: Union[int, Iterable[int], None] = None,
         kinds: Union[str, Iterable[str], None] = None,
-        start: str = "orthogonal",
-        keep: str = "output",
-        groups: int = 1,
         skip: str = "identity",
         skip_branches: Optional[int] = None,
         skip_rank: Optional[int] = None,
         skip_seed: int = 0,
+        **arguments: Any,
 ) -> ModelT:
     """Replace every residual addition of a model by a connection, in place. Existing connections are replaced too.
 
@@ -132,23 +129,12 @@ def connect(
             it comes from timm (including ``features_only``), torchvision or transformers, if its class was passed to
             :func:`timm_ortho.register_block`, or if its own code contains a :class:`Connection`.
         connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name, a connection class, or
-            a function that returns a connection. A class or function is called with ``dim``, ``eps``, ``prob``,
-            ``start``, ``keep``, ``groups``, ``device`` and ``dtype``, as far as its signature contains them.
-        eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form. In training, each site draws the orthogonal or the linear form at
-            each step. Must be 1 for ``hybrid``.
+            a function that returns a connection. It is called with ``dim`` and ``arguments``, and with ``device`` and
+            ``dtype`` if its signature contains them.
         layers: Index or indices of the blocks with the connection, counted from 0; all other blocks are linear. None
             for all blocks. A block inside another block has the index of the outer block.
         kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
             are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
-        start: Form of ``hybrid`` before training: ``orthogonal`` or ``linear``.
-        keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
-            output). Use ``"branch"`` if a forward hook or the code of the model changes the output of a block in place.
-            With ``"output"``, the backward pass of such a model raises "one of the variables needed for gradient
-            computation has been modified by an inplace operation".
-        groups: Number of equal parts of the channel axis. Each part has its own projection. ``feature``,
-            ``hybrid`` and custom connections with an argument ``groups`` support this. A forward pass raises an error
-            if the number does not divide the channels of a stream.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: the connection combines
             P x and f instead of x and f. One of ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
@@ -159,14 +145,20 @@ def connect(
             each part has one channel.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
+        arguments: Arguments of the connection's constructor, as JSON values: see :class:`timm_ortho.FeatureConnection`
+            and :class:`timm_ortho.HybridConnection`. ``functools.partial`` can bind other values. Use
+            ``keep="branch"`` if a forward hook or the code of the model changes the output of a block in place. With
+            ``"output"``, the backward pass of such a model raises "one of the variables needed for gradient
+            computation has been modified by an inplace operation".
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: A name is unknown, a value is outside its range, the connection does not have the required
-            signature, or it projects over all tokens (``global``) and a block is causal or part of a language model, or
-            a block already has an attribute with the name of a connection. The model is unchanged.
+        ValueError: A name is unknown, a value is outside its range, the connection does not accept an argument or does
+            not have the required signature, or it projects over all tokens (``global``) and a block is causal or part
+            of a language model, or a block already has an attribute with the name of a connection. The model is
+            unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
             would change the class of a block that is sharded or parametrized or has an instance attribute ``forward``,
             add parameters to a sharded or parametrized block, or change the trainable parameters of a model in
@@ -185,13 +177,17 @@ def connect(
     numbers = list(layers_of(block.layer for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
-    arguments: dict[str, Any] = dict(
-        connection=connection, eps=eps, prob=prob, start=start, keep=keep, groups=groups)
-    create_connection(**arguments)  # check the arguments even if `layers` is empty
-    call = _call_arguments(
-        dict(arguments, connection=name_of(connection),
-             layers=None if layers is None else sorted(chosen), kinds=None if kinds is None else sorted(chosen_kinds)),
-        dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
+    check_arguments(connection, arguments)
+    arguments = {name: _json_value(name, value) for name, value in arguments.items()}
+    checked = create_connection(connection, **arguments)  # also if `layers` is empty
+    call: dict[str, Any] = {"connection": name_of(connection)}
+    if call["connection"] != "linear":
+        call.update(eps=checked.eps, **{name: value for name, value in arguments.items() if name != "eps"})
+        call.update({} if layers is None else {"layers": sorted(chosen)})
+        call.update({} if kinds is None else {"kinds": sorted(chosen_kinds)})
+    if skip != "identity":
+        given = dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed)
+        call.update({name: _json_value(name, value) for name, value in given.items() if value != _DEFAULTS[name]})
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     # models in one dtype, such as bfloat16, have all parameters in it; otherwise rho and theta need float32
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -200,7 +196,7 @@ def connect(
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
-        connections = _make_connections(block, {**arguments, "dtype": dtype}, call, skips, carrying)
+        connections = _make_connections(block, connection, arguments, dtype, call, skips, carrying)
         _check_attributes(block, connections)
         module, kinds_here = block.module, tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
@@ -254,9 +250,9 @@ def disconnect(model: ModelT) -> ModelT:
             module.__class__ = host_class(module)
         _remove_unused(model.modules())
         written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
-        linear = {"connection": "linear"}
+        call = {"connection": "linear"}
         for block in written:
-            for name, made in _make_connections(block, linear, linear, repeat(None), carrying=()).items():
+            for name, made in _make_connections(block, "linear", {}, None, call, repeat(None), carrying=()).items():
                 setattr(block.module, name, made)
         _spare_from_weight_decay(model)
         keep_in_config(model)
@@ -281,16 +277,13 @@ def _restored_after_an_error(model: nn.Module) -> Iterator[None]:
 _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()}
 
 
-def _call_arguments(arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :func:`connect` that have an effect, as JSON values.
-
-    Defaults are omitted, except ``connection`` and ``eps``.
-    """
-    effective = {"connection": "linear"} if arguments["connection"] == "linear" else dict(arguments)
-    if skip_arguments["skip"] != "identity":
-        effective.update(skip_arguments)
-    return {name: value.item() if hasattr(value, "item") else value  # NumPy
-            for name, value in effective.items() if name in ("connection", "eps") or value != _DEFAULTS[name]}
+def _json_value(name: str, value: Any) -> Any:
+    """Return an argument of :func:`connect` as a JSON value: config.json and transformers' configs store it."""
+    try:
+        return json.loads(json.dumps(value, default=lambda other: other.tolist()))  # of NumPy or torch
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"argument {name} must be a JSON value, such as a number or text, got {value!r}: bind other "
+                         "values with functools.partial") from None
 
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
@@ -459,24 +452,32 @@ def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Bloc
 
 
 def _make_connections(
-        block: _Block, arguments: dict[str, Any], call: dict[str, Any], skips: Iterator[Optional[nn.Module]],
+        block: _Block, connection: Union[str, Callable[..., Connection]], arguments: dict[str, Any],
+        dtype: Optional[torch.dtype], call: dict[str, Any], skips: Iterator[Optional[nn.Module]],
         carrying: Collection[str],
 ) -> dict[str, Connection]:
     """Return the connections of a block by attribute; kinds that are not in ``carrying`` are linear.
 
-    ``arguments`` are passed to :func:`create_connection`. ``call`` contains the arguments of :func:`connect`.
+    ``arguments`` are those of the connection, ``call`` those of :func:`connect`.
     """
     parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
     parameter = next(parameters, None)  # quantized parameters have integer dtypes, or float8 of one byte
     options: dict[str, Any] = {} if parameter is None else dict(
         device=parameter.device, dtype=parameter.dtype if parameter.itemsize > 1 else torch.float32)
     moved = (skip.to(**options) if skip is not None and options else skip for skip in skips)  # buffers of a user's skip
+    of_linear = {name: value for name, value in arguments.items() if name in arguments_of("linear")}
     made = {}
     for attribute, detail in block.details().items():
-        connection = arguments["connection"] if block.sites[attribute] in carrying else "linear"
-        site = replace(detail.pop("site"), name=name_of(connection), arguments=call)
-        of_site = {**options, **arguments, **detail, "connection": connection}
-        made[attribute] = create_connection(skip=next(moved), site=site, **of_site).train(block.module.training)
+        make, own = (connection, arguments) if block.sites[attribute] in carrying else ("linear", of_linear)
+        made[attribute] = each = create_connection(
+            make, dim=detail["dim"], skip=next(moved), device=options.get("device"), dtype=dtype, **own)
+        each.branch_first = detail["branch_first"]
+        each.site = replace(detail["site"], name=name_of(make), arguments=call)
+        if each.site.in_place:
+            each.keep = "branch"
+        if each.site.tokens_apart and each.dims is None:
+            each.dims = [each.dim]
+        each.train(block.module.training)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Regenerate the tables of coverage and speed and the cards of weights, or check that they are current.
+"""Regenerate the tables of coverage, connections and speed, and the cards of weights, or check that they are current.
 
     python -m scripts.pages [NAME ...]            write them
     python -m scripts.pages --check [NAME ...]    write nothing; print the files that differ; exit status 1 if any do
@@ -10,10 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from timm_ortho.connections import CONNECTIONS, arguments_of
 from timm_ortho.models import coverage
 
 from . import cards, speed
-from .marked import replaced
+from .marked import replaced, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +29,19 @@ def coverage_texts(root: Path) -> dict[Path, str]:
     return {page: replaced(page, {"coverage": f"{total}\n\n{coverage.table()}"})}
 
 
+def connection_texts(root: Path) -> dict[Path, str]:
+    """Return docs/arguments.md with the table of the registered connections."""
+    rows = []
+    for name, make in CONNECTIONS.items():
+        summary = make.__doc__.splitlines()[0].replace("|", "\\|")
+        rows.append((f"`{name}`", summary, ", ".join(f"`{argument}`" for argument in arguments_of(name))))
+    page = root / "docs" / "arguments.md"
+    made = table(("connection", "sum y of the stream x and the branch output f", "arguments"), rows)
+    return {page: replaced(page, {"connections": made})}
+
+
 # Each function maps paths below the root of a checkout to the texts that the files should have.
-TEXTS = {"coverage": coverage_texts, "speed": speed.texts, "cards": cards.texts}
+TEXTS = {"coverage": coverage_texts, "connections": connection_texts, "speed": speed.texts, "cards": cards.texts}
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:

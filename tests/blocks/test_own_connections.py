@@ -126,7 +126,7 @@ def test_a_connection_as_a_class_and_as_a_function(registered):
     model = connect(nn.Sequential(registered()), Clipped)
     assert {(type(site.connection), site.connection.name) for site in sites(model)} == {(Clipped, "Clipped")}
     model(tokens()).sum().backward()
-    connect(model, lambda dim, eps: Clipped(dim, eps, tau=0.0, kappa=0.0))
+    connect(model, lambda dim, eps=1e-6: Clipped(dim, eps, tau=0.0, kappa=0.0))
     expected = connect(copy.deepcopy(model), "feature")(tokens())
     torch.testing.assert_close(model(tokens()), expected)
     connect(model, partial(Clipped, kappa=0.0))
@@ -134,8 +134,10 @@ def test_a_connection_as_a_class_and_as_a_function(registered):
 
 
 def test_arguments_that_a_partial_has_bound(registered):
-    model = connect(nn.Sequential(registered()), partial(FeatureConnection, prob=0.25), prob=1.0)
+    model = connect(nn.Sequential(registered()), partial(FeatureConnection, prob=0.25))
     assert [site.connection.prob for site in sites(model)] == [0.25] * 2
+    assert [site.connection.prob for site in sites(connect(model, partial(FeatureConnection, prob=0.25), prob=1))] == [
+        1.0, 1.0]
 
 
 def test_a_connection_by_name(tmp_path):
@@ -208,13 +210,13 @@ class WithoutDefault(Connection):
 
 @pytest.mark.parametrize(("connection", "message"), [
     (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
-    (WithoutDefault, "WithoutDefault must have defaults for its own arguments; without a default: tau"),
-    (lambda dim, eps, skip: Clipped(dim, eps), "must have defaults for its own arguments; without a default: skip"),
+    (WithoutDefault, "connection 'WithoutDefault' has arguments without a default: tau; pass their values"),
+    (lambda dim, eps, tau: Clipped(dim, eps), "has arguments without a default: eps, tau; pass their values"),
     (Connection(), "connection must be a name, a class or a function .*, got an instance of Connection"),
     (WithoutDim, "WithoutDim must accept dim and eps .*; missing: dim"),
     (OtherNames, r"OtherNames.forward must accept \(x, f, attn_mask=None\), got \(stream, branch, attn_mask=None\)"),
     (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),
-    (lambda dim, eps: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
+    (lambda dim, eps=1e-6: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
     (3, "connection must be a name, a class or a function .*, got 3"),
 ])
 def test_a_wrong_connection(registered, connection, message):

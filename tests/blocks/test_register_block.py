@@ -602,15 +602,15 @@ def test_connections_in_a_blocks_own_code(registered):
 
 def test_connections_in_a_blocks_own_code_keep_the_details_of_their_author():
     block = Written()
-    block.add = create_connection("feature", branch_first=True, site=SiteSpec(tokens_apart=True))
+    block.add = create_connection("feature")
+    block.add.branch_first, block.add.site = True, SiteSpec(tokens_apart=True)
     for arguments in (dict(keep="branch"), dict(keep="output"), dict(connection="linear"), dict(connection="global")):
         add = connect(block, **arguments).add
         assert (add.dims, add.branch_first) == ([-1], True)
         assert add.keep == arguments.get("keep", "output")
-    for author in (create_connection("feature", site=SiteSpec(in_place=True)), FeatureConnection(keep="branch")):
-        block.add = author
-        disconnect(connect(block, "feature"))
-        assert connect(connect(block, "global", keep="branch"), "feature").add.keep == "branch"
+    block.add = FeatureConnection(keep="branch")
+    disconnect(connect(block, "feature"))
+    assert connect(connect(block, "global", keep="branch"), "feature").add.keep == "branch"
 
 
 class Mixed(Written):

@@ -2,20 +2,19 @@
 import copy
 import json
 import pickle
-import re
-from inspect import Signature, signature
+from functools import partial
 
 import numpy as np
 import pytest
 import timm
 import torch
-from helpers.half_connection import HalfConnection
 from helpers.own_block import Written
 from torch import nn
 
 import timm_ortho
 from timm_ortho import (
     CONNECTIONS,
+    Connection,
     FeatureConnection,
     LinearConnection,
     connect,
@@ -24,7 +23,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.connections import _PASSED, NO_SITE
+from timm_ortho.connections import NO_SITE
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -34,10 +33,24 @@ ARGUMENTS = {
     "part": dict(connection="global", layers=[1], kinds="mlp", prob=0.5, eps=1e-4),
     "skip": dict(connection="feature", skip="orthogonal_random", skip_seed=3),
 }
-# Arguments of connections, each with a value other than the default.
-OF_CONNECTIONS = dict(eps=1e-3, prob=0.5, start="linear", keep="branch", groups=2)
-OF_BLOCKS = {"dim", "branch_first", "skip", "site", "device", "dtype"}
-OF_MODELS = {"model", "layers", "kinds", "skip", "skip_branches", "skip_rank", "skip_seed"}
+
+
+class Damped(Connection):
+    """Its ``**kwargs`` are the arguments of the base class."""
+
+    def __init__(self, tau=0.5, **kwargs):
+        super().__init__(**kwargs)
+        self.tau = tau
+
+    def forward(self, x, f, attn_mask=None):
+        return self.join(x, f, self.tau, 1.0, attn_mask)
+
+
+class Free(Damped):
+    """Its ``**kwargs`` contain its own argument."""
+
+    def __init__(self, dim=-1, eps=1e-6, **kwargs):
+        super().__init__(kwargs.pop("tau", 0.5), dim=dim, eps=eps, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +74,33 @@ def stored(folder):
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def test_every_argument_of_a_connection_reaches_it():
-    create, convert = signature(create_connection).parameters, signature(connect).parameters
-    assert create.keys() - OF_BLOCKS == convert.keys() - OF_MODELS == {"connection", *OF_CONNECTIONS}, (
-        "add the argument to create_connection() and connect(), and add it to OF_CONNECTIONS with a value")
-    for make in CONNECTIONS.values():
-        for name, parameter in signature(make).parameters.items():
-            assert name in create, f"{make.__name__} has the argument {name}, and create_connection does not"
-            assert parameter.default == create[name].default == convert.get(name, parameter).default, name
+@pytest.mark.parametrize("make", [Damped, Free, partial(Damped, tau=0.75), lambda **kwargs: Damped(**kwargs)])
+def test_the_arguments_of_a_connection_are_those_of_its_constructor(monkeypatch, make):
+    monkeypatch.setitem(CONNECTIONS, "damped", make)
+    model = timm.create_model("vit_test_ortho", connection="damped", connection_tau=0.25, connection_keep="branch")
+    assert {(site.connection.tau, site.connection.keep) for site in sites(model)} == {(0.25, "branch")}
+    arguments = connection_arguments(connect(model, "damped", tau=np.float32(0.125), layers=1))
+    assert arguments == {"connection": "damped", "eps": 1e-6, "tau": 0.125, "layers": [1]}
+    again = connect(timm.create_model("vit_test_linear"), **arguments)
+    assert [getattr(site.connection, "tau", None) for site in sites(again)] == 2 * [None] + 2 * [0.125] + 4 * [None]
+    before = [site.connection for site in sites(model)]
+    for wrong in (dict(tua=1.0), dict(dim=1), dict(device="cpu"), dict(tau=object())):
+        with pytest.raises(ValueError, match=r"^[^\n]*(known a\S+|must be a JSON value)[^\n]*$"):
+            connect(model, "damped", **wrong)
+    assert [site.connection for site in sites(model)] == before
 
-    class Recording(LinearConnection):
-        def __init__(self, dim, eps, **received):
-            super().__init__(dim, eps)
-            self.received = {"eps": eps, **received}
 
-    parameters = [parameter for name, parameter in create.items() if name in _PASSED]
-    Recording.__signature__ = Signature(parameters)
-    for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
-        assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
-        assert site.connection.site.arguments == {"connection": "Recording", **OF_CONNECTIONS}
-    for name in OF_CONNECTIONS.keys() - {"eps", "keep", "start"}:
-        with pytest.raises(ValueError, match=f"HalfConnection does not take the argument {name}:"):
-            create_connection(HalfConnection, **{name: OF_CONNECTIONS[name]})
-    documented = set(re.findall(r"``(\w+)``", timm_ortho.register_connection.__doc__))
-    assert documented >= {*_PASSED}, "add the argument to the docstring of register_connection"
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(connection_foo=1), "unknown argument 'connection_foo', known are 'connection', 'connection_layers', "
+     "'connection_kinds', 'skip', 'skip_branches', 'skip_rank', 'skip_seed', 'connection_eps', 'connection_prob', "
+     "'connection_keep', 'connection_groups'"),
+    (dict(connection="hybrid", connection_prob=0.5), "unknown argument 'connection_prob', known are"),
+    (dict(connection_dim=1), "unknown argument 'connection_dim', known are"),
+])
+def test_a_variant_lists_the_arguments_of_its_connection(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        timm.create_model("vit_test_ortho", **arguments)
+    assert "\n" not in str(caught.value)
 
 
 def test_arguments_are_plain_values():
@@ -93,7 +109,7 @@ def test_arguments_are_plain_values():
             skip="idempotent_mr", skip_rank=np.int64(8))
     assert json.loads(json.dumps(connection_arguments(model))) == dict(
         connection="feature", eps=0.5, layers=[1, 2], kinds=["mlp"], groups=2, skip="idempotent_mr", skip_rank=8)
-    assert connection_arguments(connect(model, "linear", eps=0.1, prob=0.5)) == {"connection": "linear"}
+    assert connection_arguments(connect(model, "linear", eps=0.1)) == {"connection": "linear"}
 
 
 def test_a_model_without_connections_has_no_arguments():
@@ -105,7 +121,7 @@ def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
     class Own(LinearConnection):
         pass
 
-    def hybrid(dim, eps):
+    def hybrid(dim, eps=1e-6):
         return Own(dim, eps)
 
     monkeypatch.setitem(CONNECTIONS, "own", Own)

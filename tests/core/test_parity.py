@@ -237,9 +237,6 @@ def test_an_update_and_its_norm_in_one_step(backend, norm, shape, dtypes, of_nor
 
 
 # ------------------------------------------------------------------------------------------------- connections
-PARAMETERS = {"rho": 0.7, "theta": -0.4}  # values of learned parameters
-
-
 def of_hybrid(connection):
     return tuple((connection.rho * function(connection.theta)).squeeze() for function in (torch.sin, torch.cos))
 
@@ -293,8 +290,8 @@ def test_connections_are_their_formula(name, placed, dtype, backend):
         arguments["skip"] = create_skip(arguments["skip"], 12, dim=dim)
     connection = create_connection(dim=dim, eps=EPS, **arguments).eval().to(DEVICE, DOUBLE if dtype == DOUBLE else None)
     with torch.no_grad():
-        for parameter, tensor in connection.named_parameters():
-            tensor.fill_(PARAMETERS[parameter])
+        for parameter, value in zip(connection.parameters(), (0.7, -0.4, 0.2), strict=False):
+            parameter.fill_(value)
 
     def formula(update, connection, x, f):
         a, b = weights[0](connection) if callable(weights[0]) else weights
@@ -314,6 +311,6 @@ def test_connections_are_their_formula(name, placed, dtype, backend):
         t.double() for t in (x, f, g)))
     reference = computed(functools.partial(formula, rounded), connection, x, f, g)
     of_weights = ((x.double().abs() + f.double().abs()) * g.double().abs()).sum().item()
-    found = problem(measured, reference, exact, dict.fromkeys(PARAMETERS, of_weights))
+    found = problem(measured, reference, exact, dict.fromkeys(dict(connection.named_parameters()), of_weights))
     assert not found, found
     assert measured["y"].stride() == (connection.carried(x) + f).stride()

@@ -33,7 +33,7 @@ class Subtracted(timm_ortho.Connection):
 
 
 @pytest.mark.parametrize(("connection", "share"), [
-    ("linear", 1.0), ("feature", 0.0), (lambda dim, eps: timm_ortho.HybridConnection(dim, eps, "linear"), 1.0),
+    ("linear", 1.0), ("feature", 0.0), (lambda dim, eps=1e-6: timm_ortho.HybridConnection(dim, eps, "linear"), 1.0),
     (Subtracted, -2.0)])
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_the_coefficient_of_what_is_added(connection, share, dim):

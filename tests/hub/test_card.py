@@ -298,7 +298,7 @@ def test_a_connection_is_described_by_its_docstring(name):
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
+    (lambda dim, eps=1e-6: FeatureConnection(dim, eps), "mine. Registered by its author."),
     (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
     (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
     (type("Mine", (FeatureConnection,), {"__doc__": "Half of |f|."}), r"mine. Half of \|f\|."),
@@ -333,7 +333,7 @@ ORTHOGONAL = (f"{ADDS}. An orthogonal connection adds only the part of f that is
      "block with the stream x. Its code is in the author's module."),
 ])
 def test_a_card_states_what_its_model_computes(monkeypatch, arguments, text):
-    monkeypatch.setitem(CONNECTIONS, "mine", FeatureConnection)
+    monkeypatch.setitem(CONNECTIONS, "mine", type("Mine", (FeatureConnection,), {}))
     card = model_card(connected(**arguments))
     after_the_table = section(card, "Model").rpartition("|\n")[2]
     assert " ".join(after_the_table.split()) == text

@@ -301,10 +301,12 @@ def test_a_folder_may_grow(tmp_path):
 
 
 def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
-    """Linear connections ignore the arguments, and an argument with its default value does not change the settings."""
+    """Each connection gets the arguments that it accepts. An argument with its default does not change the settings."""
     out, kwargs = tmp_path / "out", {"connection_prob": 0.5}
     planned(compared(out, ["feature"], model_kwargs=kwargs))
-    planned(compared(out, ["linear", "feature"], model_kwargs={**kwargs, "connection_start": "orthogonal"}))
+    both = planned(compared(out, ["linear", "feature", "hybrid"], model_kwargs={**kwargs, "connection_groups": 1}))
+    assert [run.stages[0].options["model_kwargs"].get("connection_prob") for run in both.runs.values()] == [
+        None, 0.5, None]
     assert plan.read(out)["settings"]["given"]["model_kwargs"] == {**SMALL["model_kwargs"], **kwargs}
     with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_keep was None and is now 'branch'\)"):
         planned(compared(out, model_kwargs={**kwargs, "connection_keep": "branch"}))

@@ -113,6 +113,8 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
     (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),
     (dict(model_kwargs={"connection_eps": 0}), r"eps must be in"),
+    (dict(model_kwargs={"connection_start": "linear"}),
+     r"unknown argument 'connection_start' of feature and linear, known are 'connection', .*'connection_prob'"),
     (dict(model_kwargs={"connection": "feature"}), r"use --connections of timm-ortho compare, or the key conn"),
     (dict(connections=["linear", "featur"]),
      r"unknown connection 'featur', known are 'linear', .* did you mean 'feature'"),

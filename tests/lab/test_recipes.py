@@ -147,7 +147,7 @@ def test_accuracies_in_headers_are_the_papers(name):
         base, _, suffix = model.rpartition("_")
         start = label.split(", ")[0] if study else None
         assert base == NUMBERS["architectures"][architecture]["model"]
-        assert label.endswith(NUMBERS["connections"][CONNECTION[suffix]])
+        assert label.endswith(paper.name("connection", CONNECTION[suffix]))
         assert rest == (f" --model-kwargs weight_init={start}" if study else "")
         printed.setdefault(start, {})[CONNECTION[suffix]] = [float(mean), float(std)]
     if study:
@@ -171,7 +171,7 @@ def test_other_numbers_in_headers_are_the_papers(name):
     other = {"imagenet1k": section.get(architecture, {}).get("imagenet1k_first_version"),
              "tiny_imagenet": architecture == "resnetv2_34" and NUMBERS["final_layer_norm"]["with"]}.get(data)
     if other:
-        expected.append(", ".join(f"{NUMBERS['connections'][connection]} {mean:.2f} +- {std:.2f}"
+        expected.append(", ".join(f"{paper.name('connection', connection)} {mean:.2f} +- {std:.2f}"
                                   for connection, (mean, std) in other.items()))
     assert [fact for fact in expected if fact not in header] == []
     assert f"use seeds 0 to {runs - 1}" in text(name)

@@ -74,7 +74,7 @@ def test_written_pages_pass_the_check(checkout, capsys):
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         pages.main(["nothing"])
-    assert "NAME is any of coverage, speed, cards, not nothing" in capsys.readouterr().err
+    assert "NAME is any of coverage, connections, speed, cards, not nothing" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the cards

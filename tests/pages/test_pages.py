@@ -1,7 +1,6 @@
 """Test the length, commands and code of README and docs. `mkdocs build --strict` checks their links."""
 import argparse
 import importlib.util
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +13,7 @@ import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.train_options import known_options
-from timm_ortho.models.variant_arguments import VARIANT_ARGUMENTS
+from timm_ortho.models.variant_arguments import variant_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,11 +52,11 @@ def test_the_most_frequent_error_is_answered():
 def test_every_argument_is_listed_with_its_default():
     page = text_of(ROOT / "docs" / "arguments.md")
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| ([^|]+) \|$", page, re.MULTILINE)
-    assert {argument: of_connect for argument, of_connect, _ in rows} == VARIANT_ARGUMENTS
-    defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
-    assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
-    for argument, of_connect, text in rows[1:]:  # rows[0] is `connection`; its default depends on the variant
-        default = defaults[of_connect]
+    defaults = {name: value for each in timm_ortho.CONNECTIONS for name, value in variant_arguments(each).items()}
+    assert {argument: of_connect for argument, of_connect, _ in rows} == {
+        name: name if name == "connection" else name.removeprefix("connection_") for name in defaults}
+    for argument, _, text in rows[1:]:  # rows[0] is `connection`; its default depends on the variant
+        default = defaults[argument]
         assert default is None or yaml.safe_load(text.strip(" `").replace("1e-6", "1.0e-6")) == default, argument
 
 

@@ -6,7 +6,17 @@ from helpers.half_connection import HalfConnection
 from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
 
-from timm_ortho import SkipRewriteError, absorb, connect, create_connection, create_skip, diagonalise, sites
+from timm_ortho import (
+    CONNECTIONS,
+    SkipRewriteError,
+    absorb,
+    connect,
+    create_connection,
+    create_skip,
+    diagonalise,
+    sites,
+)
+from timm_ortho.connections import declared
 from timm_ortho.skips.rewrites import ChangeOfBasis, Coordinates
 
 MODELS = {
@@ -18,7 +28,8 @@ MODELS = {
     "branch4": lambda: timm.create_model("skipnet_20_branch4_linear", layers=(2, 2, 1)),
     "depthwise": lambda: timm.create_model("skipnet_20_depthwise_linear", layers=(1, 2, 1), channels=(8, 16, 32)),
 }
-CASES = [(kind, "linear") for kind in MODELS] + [("vit", "feature"), ("branch4", "hybrid"), ("basic", "global")]
+CASES = [(kind, "linear") for kind in MODELS] + [*zip(("vit", "basic", "branch4") * 2, (
+    name for name in CONNECTIONS if name != "linear" and declared(name, "any_basis")), strict=False)]
 
 
 def resnet(**kwargs):

@@ -16,7 +16,7 @@ from timm.data import ImageNetInfo
 from .._checks import known_name
 from .._text import finite
 from .._yaml import dump_yaml
-from ..connections import CONNECTIONS
+from ..connections import CONNECTIONS, declared
 from ..models.build import IMPORT_TAG
 from ..runs.trained_run import Run
 from ..skips import SKIPS
@@ -41,18 +41,6 @@ DATASETS = {
 CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
              Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
 
-# built-in connection -> the update of a residual block
-_ADDS = "A residual block adds its branch output f to the stream x"
-_COEFFICIENT = "s = <x, f> / (|x|² + eps)"
-_ORTHOGONAL = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
-               f"orthogonal to x: y = x + f - s x with {_COEFFICIENT}.")
-UPDATES = {
-    "linear": f"{_ADDS}: y = x + f.",
-    "feature": _ORTHOGONAL,
-    "global": _ORTHOGONAL,
-    "hybrid": f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
-              f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_COEFFICIENT}.",
-}
 # argument of the model -> its effect on the update
 _EFFECTS = {
     "connection_prob": "In training, this form has the probability pi = `connection_prob`. In evaluation, "
@@ -191,7 +179,7 @@ def _metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     dataset = _dataset(subject, run)
     title = _images(subject, run, "val_num_samples")
     results = list(_eval_results(run, title, dataset[1] or dataset[0])) if run else []
-    method = ["orthogonal-residual"] if subject.connection in UPDATES.keys() - {"linear"} else []
+    method = ["orthogonal-residual"] if subject.connection != "linear" and _card_text(subject) else []
     return ModelCardData(
         library_name="timm",
         license=subject.license,
@@ -287,15 +275,19 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "classes", str(config["num_classes"])
 
 
+def _card_text(subject: Subject) -> Optional[str]:
+    return declared(subject.connection, "card_text")
+
+
 def _update(subject: Subject) -> str:
     """Return what a residual block of the published model computes; empty for a model without connections."""
     if not subject.connection:
         return ""
-    if subject.connection not in UPDATES:
+    if not _card_text(subject):
         return (f"The connection `{subject.connection}` combines the branch output f of a residual block with the "
                 "stream x. Its code is in the author's module.")
     effects = [text for name, text in _EFFECTS.items() if name in subject.config["model_args"]]
-    return "\n".join([UPDATES[subject.connection], *effects])
+    return "\n".join([_card_text(subject), *effects])
 
 
 def _final_top1(run: Run) -> str:

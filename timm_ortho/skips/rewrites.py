@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import spec_of
-from ..connections import FeatureConnection, GlobalConnection, HybridConnection, LinearConnection
+from ..connections import CONNECTIONS, declared
 from ..model_sites import Site, sites
 from .transforms import Skip
 
@@ -43,9 +43,6 @@ _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.resnetv2.PreActBasic", "conv"): ("norm1", "drop_path"),
     ("timm.models.resnetv2.PreActBottleneck", "conv"): ("norm1", "drop_path"),
 }
-
-
-_CONNECTIONS = (LinearConnection, FeatureConnection, GlobalConnection, HybridConnection)
 
 
 class SkipRewriteError(ValueError):
@@ -227,11 +224,12 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
             raise SkipRewriteError(
                 f"cannot {verb} {name}: {site.name} is in a {cls}, which may normalise, gate or activate its stream; "
                 f"supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
-        if type(site.connection) not in _CONNECTIONS or site.connection.groups > 1:
+        if not vars(type(site.connection)).get("any_basis") or site.connection.groups > 1:
+            known = ", ".join(name for name in CONNECTIONS if declared(name, "any_basis"))
             got = f"{type(site.connection).__name__} with groups={site.connection.groups}"
             raise SkipRewriteError(
                 f"cannot {verb} {name}: a change of basis may change the result of {site.name}, a {got}; connect with "
-                "linear, feature, global or hybrid, and groups=1")
+                f"one of {known}, and groups=1")
         # is_orthogonal or is_idempotent
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__

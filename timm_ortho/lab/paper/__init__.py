@@ -13,7 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-_NAMED = {"model": "architectures", "dataset": "datasets", "connection": "connections", "skip": "skips"}
+from ...connections import declared
+
+_NAMED = {"model": "architectures", "dataset": "datasets", "skip": "skips"}
 
 
 @cache
@@ -49,6 +51,8 @@ def name(dimension: str, key: str) -> str:
     >>> name("connection", "feature"), name("model", "vit_s"), name("layers", "0,1")
     ('Orthogonal-F', 'ViT-S', '0,1')
     """
+    if dimension == "connection":
+        return declared(key, "report_name") or key
     entry = numbers()[_NAMED[dimension]].get(key, key) if dimension in _NAMED else key
     return entry if isinstance(entry, str) else entry["name"]
 
@@ -105,11 +109,11 @@ class Experiment:
 
         A label is a connection, or in Table 7 an initialisation and a connection.
         """
-        labels = numbers()["connections"]
         if self.section == "accuracy":
             by_connection = numbers()["accuracy"][self.architecture][self.dataset]
-            return {labels[connection]: (mean, std) for connection, (mean, std) in by_connection.items()}
-        return {f"{start}, {labels[connection]}": (value[0], value[1]) for start in ("kaiming", "xavier", "orthogonal")
+            return {name("connection", connection): (mean, std) for connection, (mean, std) in by_connection.items()}
+        return {f"{start}, {name('connection', connection)}": (value[0], value[1])
+                for start in ("kaiming", "xavier", "orthogonal")
                 for connection, value in numbers()[self.section][start].items()}
 
 

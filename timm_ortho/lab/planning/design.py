@@ -50,14 +50,12 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 import itertools
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from ..._text import did_you_mean, file_name
 from ...connections import CONNECTIONS, create_connection
-from ...convert import connect
-from ...models.variant_arguments import VARIANT_ARGUMENTS
+from ...models.variant_arguments import accepts, variant_arguments
 from .. import LabError, check_names, read_user_yaml, shipped_files
 from ..paper import architecture, experiments, skip_recipe
 from ..train_options import known_options
@@ -73,9 +71,6 @@ _KEYS = {
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Defaults of the connections' arguments. A run that sets an argument to its default equals a run without the argument.
-_DEFAULTS = {name: signature(connect).parameters[of_connect].default
-             for name, of_connect in VARIANT_ARGUMENTS.items() if name.startswith("connection_")}
 
 # Options that cannot be an axis: the data set is opened once for all cells, and each cell is trained with each seed.
 _SHARED = {
@@ -187,6 +182,8 @@ class Design:
                 variants += [self._variant(cell, connection, changes, requested) for connection in connections]
             except _NoRecipe as error:
                 left_out.append(str(error))
+        self._check_arguments(
+            requested, {each for variant in variants for each in (variant.connection, variant.switch_to)})
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
@@ -204,9 +201,20 @@ class Design:
             base = _paper_recipe(model, dataset)
         options = recipe.resolve_variant(values, base, f"study '{self.name}'")
         switch = _switch(connection, changes.get("switch"))
-        options.model_kwargs = _effective(options.model_kwargs, {connection, switch.get("switch_to", connection)})
-        options.model_kwargs["connection"] = connection
+        options.model_kwargs = {**of_connection(options.model_kwargs, switch.get("switch_to", connection)),
+                                **of_connection(options.model_kwargs, connection)}
         return Variant(cell, connection, options, base, **switch)
+
+    def _check_arguments(self, requested: Mapping[str, Any], connections: set[str]) -> None:
+        """Raise a LabError if none of the connections accepts an argument."""
+        cells = (changes["options"] for values in self.grid.values() for changes in values.values())
+        given = {name for options in (requested, self.options, *cells) for name in options.get("model_kwargs") or {}}
+        known = connections & CONNECTIONS.keys()  # `check_models` refuses the others
+        for name in sorted(given) if known else ():
+            if name.startswith("connection_") and not any(accepts(connection, name) for connection in known):
+                names = sorted({each for connection in known for each in variant_arguments(connection)})
+                raise LabError(f"unknown argument '{name}' of {' and '.join(sorted(known))}, known are "
+                               f"{', '.join(map(repr, names))}{did_you_mean(name, names)}")
 
     def _refuse_varied(self, requested: Mapping[str, Any]) -> None:
         flat = {**requested, **(requested.get("model_kwargs") or {})}
@@ -418,20 +426,25 @@ def timm_name(dataset: str) -> str:
                    "torch/, tfds/, hfds/, hfids/ and wds/, or '' with --data-dir for an image folder)")
 
 
-def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
-    """Return only the model arguments that affect a run with these connections, so equal runs have equal arguments."""
-    linear = connections == {"linear"}
-    return {key: value for key, value in model_kwargs.items()
-            if not is_default(key, value) and not (linear and key.startswith("connection_"))}
+def of_connection(model_kwargs: Mapping[str, Any], connection: str) -> dict[str, Any]:
+    """Return the arguments of a model with a connection, without the arguments that have no effect.
 
-
-def is_default(name: str, value: Any) -> bool:
-    """Return whether the model argument `name` is an argument of the connections and `value` is its default.
-
-    >>> is_default("connection_start", "orthogonal"), is_default("connection_start", "linear"), is_default("depth", 2)
-    (True, False, False)
+    Connections that are compared receive one set of arguments. Runs that are equal have equal arguments.
     """
-    return (name, value) in _DEFAULTS.items()
+    kept = {name: value for name, value in model_kwargs.items() if has_effect(name, value, connection)}
+    return {**kept, "connection": connection}
+
+
+def has_effect(name: str, value: Any, connection: str) -> bool:
+    """Return whether an argument of a variant changes the model, compared with its default, with this connection.
+
+    >>> has_effect("connection_start", "linear", "hybrid"), has_effect("connection_start", "linear", "feature")
+    (True, False)
+    """
+    if not name.startswith("connection_") or connection not in CONNECTIONS:
+        return True
+    known = variant_arguments(connection)
+    return connection != "linear" and accepts(connection, name) and (name not in known or known[name] != value)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any, Mapping
 
 from ..._text import file_name
 from ..._yaml import dump_yaml, load_yaml
+from ...connections import CONNECTIONS
 from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
 from ..train_options import options_with
-from .design import Design, Variant, is_default
+from .design import Design, Variant, has_effect
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine. `workers` is
 # not among them, because each worker of a loader draws its own random numbers for the augmentation.
@@ -49,7 +50,8 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     kwargs = requested.get("model_kwargs")
     given = {key: value for key, value in requested.items()
              if key not in _MACHINE and (key != "model_kwargs" or kwargs is None)}
-    kwargs = {key: value for key, value in (kwargs or {}).items() if not is_default(key, value)}
+    kwargs = {key: value for key, value in (kwargs or {}).items()
+              if any(has_effect(key, value, connection) for connection in CONNECTIONS)}
     settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}
     if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}

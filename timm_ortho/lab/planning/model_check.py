@@ -11,7 +11,7 @@ from ..._images import data_config
 from ..._text import error_text
 from .. import LabError
 from ..running.loop import build_model
-from .design import Variant
+from .design import Variant, of_connection
 from .request import Request
 
 Size = tuple[list[int], str]  # height and width of the model's images, and where this size comes from
@@ -53,7 +53,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
     channels = options.in_chans or 3
 
     def build() -> torch.nn.Module:
-        kwargs = {**options.model_kwargs, "connection": connection}
+        kwargs = of_connection(options.model_kwargs, connection)
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
 

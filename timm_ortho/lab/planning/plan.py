@@ -24,7 +24,7 @@ from .. import LabError, refuse_links, write_text
 from ..data import Source
 from ..folder import PLAN, RESULT, SWITCHED, RunPlan, Stage, read_yaml
 from ..paper import numbers
-from .design import COMPARISON, Variant
+from .design import COMPARISON, Variant, of_connection
 from .deviations import deviations
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .model_check import Size
@@ -177,18 +177,20 @@ def points_of(
 
 
 def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
-    options = {**vars(variant.options), "seed": seed}
-    stages = [Stage(".", options)]
+    def options_with(connection: str) -> dict:
+        kwargs = of_connection(variant.options.model_kwargs, connection)
+        return {**vars(variant.options), "seed": seed, "model_kwargs": kwargs}
+
+    stages = [Stage(".", options_with(variant.connection))]
     if variant.switch_to:
-        kwargs = {**options["model_kwargs"], "connection": variant.switch_to}
         if variant.reinitialise:
             begins_with, stop = "weights", None
         else:
             begins_with, stop = "checkpoint", stages[0].scheduled_epochs // 2
             if not stop:
                 raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
-        stages = [Stage(".", options, stop_epoch=stop),
-                  Stage(SWITCHED, {**options, "model_kwargs": kwargs}, begins_with)]
+        stages = [Stage(".", stages[0].options, stop_epoch=stop),
+                  Stage(SWITCHED, options_with(variant.switch_to), begins_with)]
     of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
     trainer = "lab" if request.train_py is None else str(request.train_py.absolute())
     return RunPlan(trainer, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()

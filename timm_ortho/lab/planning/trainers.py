@@ -14,7 +14,7 @@ from ..image_folder import is_here
 from ..running.loop import Training
 from ..train_options import DEVICE_OPTIONS, defaults, known_options, options_with
 from . import recipe
-from .design import Variant
+from .design import Variant, of_connection
 from .memory import fit_cells
 from .model_check import Size, check_models, refused
 from .request import Request
@@ -79,7 +79,7 @@ def check_loop_options(options: Namespace) -> None:
 
 def _check_training(variant: Variant, source: Source) -> None:
     """Build the model, optimizer, schedule and loaders of a variant, with the connection at the end of training."""
-    kwargs = {**variant.options.model_kwargs, "connection": variant.final_connection}
+    kwargs = of_connection(variant.options.model_kwargs, variant.final_connection)
     options = Namespace(**{**vars(variant.options), "model_kwargs": kwargs})
     if options.epochs < 1:
         raise LabError(f"epochs must be at least 1, got {options.epochs}")

@@ -22,18 +22,18 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocato
 from scipy.stats import pearsonr
 
 from ..._text import finite
+from ...connections import CONNECTIONS
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .page import Picture
 from .statistics import ROUNDING, Difference
 from .tables import Entry, group_of
 
-STYLES = {
-    "linear": {"color": "#d55e00", "linestyle": "--", "marker": "s"},
-    "feature": {"color": "#0072b2", "linestyle": "-", "marker": "o"},
-    "global": {"color": "#009e73", "linestyle": "-.", "marker": "^"},
-    "hybrid": {"color": "#cc79a7", "linestyle": ":", "marker": "D"},
-}
+_STYLES = (  # of the connections, in the order of their registry
+    ("#d55e00", "--", "s"), ("#0072b2", "-", "o"), ("#009e73", "-.", "^"), ("#cc79a7", ":", "D"),
+    ("#e69f00", (0, (3, 1, 1, 1)), "v"), ("#56b4e9", (0, (6, 1)), "P"), ("#000000", (0, (1, 3)), "X"))
+STYLES = {name: dict(zip(("color", "linestyle", "marker"), look, strict=True))
+          for name, look in zip(CONNECTIONS, _STYLES, strict=False)}
 STYLES |= {paper.name("connection", name): look for name, look in STYLES.items()}
 _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
 _LINES = ("-", "--", "-.", ":")
