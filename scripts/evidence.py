@@ -347,9 +347,9 @@ def bullets(docs: str) -> str:
         f"parameters, {epochs} epochs), its gain in points of top-1 [95 % interval] is {gains[0]}, {gains[1]} and "
         f"{gains[2]} ({seeds[0]}, {seeds[1]} and {seeds[2]} seeds). Its final training loss is lower in "
         f"{sum(value < 0 for value in losses)} of {len(losses)} pairs.",
-        f"**Wide ViTs, long training, RandAugment, MixUp and CutMix:** not tested by us. In the paper, ViT-B on "
-        f"ImageNet-1k reaches {vit_b['feature'][0]} % with Orthogonal-F and {vit_b['linear'][0]} % with plain "
-        f"addition.",
+        f"**Wide ViTs, long training, colour jitter, RandAugment, MixUp, CutMix and random erasing:** not tested. "
+        f"In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} % with Orthogonal-F and "
+        f"{vit_b['linear'][0]} % with plain addition.",
         f"**A ResNet: compare both on your data.** The gain is from -0.47 to +2.01 over all ResNetV2s of the paper. In "
         f"our one small ResNet, on Fashion-MNIST at a learning rate that was not tuned, it is {resnet.text()}.",
         f"**Keep your learning rate.** Orthogonal-F loses less if it is far too high: a tenfold rate adds "

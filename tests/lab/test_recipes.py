@@ -163,16 +163,19 @@ def test_other_numbers_in_headers_are_the_papers(name):
     architecture, data, study = cell(name)
     header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
     section, compute = NUMBERS["initialisation" if study else "accuracy"], NUMBERS["compute"][architecture][data]
-    runs = section.get(f"runs_{data}", section["runs"])
+    of_first = section.get(f"runs_{data}_first_version")  # the final version does not state the number of runs
+    runs = of_first or section["runs"]
     hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
     expected = [
         f": {section['table']} of 'Revisiting Residual Connections'", f"Values are from {table(name)['table']} unless",
-        f"standard deviation of {runs} runs", f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
+        f"standard deviation of {'an unknown number of' if of_first else runs} runs",
+        f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
     other = {"imagenet1k": section.get(architecture, {}).get("imagenet1k_first_version"),
              "tiny_imagenet": architecture == "resnetv2_34" and NUMBERS["final_layer_norm"]["with"]}.get(data)
     if other:
         expected.append(", ".join(f"{paper.name('connection', connection)} {mean:.2f} +- {std:.2f}"
-                                  for connection, (mean, std) in other.items()))
+                                  for connection, (mean, std) in other.items())
+                        + f" ({of_first} runs)" * bool(of_first))
     assert [fact for fact in expected if fact not in header] == []
     assert f"use seeds 0 to {runs - 1}" in text(name)
 

@@ -97,7 +97,7 @@ def test_long_names_make_more_rows_of_the_legend():
     assert len(figure.legends[0].get_texts()) == 8
 
 
-def test_lines_are_means_and_shades_ranges_with_gaps():
+def test_lines_are_means_and_shades_deviations_with_gaps():
     curves = [[1.0, None, math.nan, 4.0], [3.0, 5.0, None, None]]
     axes = lines_chart([Panel("", {"a": ({"color": "k"}, [1, 2, 3, 4], curves)})], "epoch").axes[0]
     x, y = axes.lines[0].get_data()
@@ -105,7 +105,7 @@ def test_lines_are_means_and_shades_ranges_with_gaps():
     assert [value for value in y if not math.isnan(value)] == [2.0, 5.0, 4.0]
     assert math.isnan(y[2])
     shade = axes.collections[0].get_paths()[0].vertices
-    assert (shade[:, 1].min(), shade[:, 1].max()) == (1.0, 5.0)
+    assert (shade[:, 1].min(), shade[:, 1].max()) == pytest.approx((2.0 - math.sqrt(2.0), 5.0))
 
 
 def test_curves_of_runs_with_different_epochs_are_drawn_at_their_epochs():
@@ -236,7 +236,7 @@ def test_the_blocks_of_a_legend_have_different_lines():
 def test_captions_say_what_is_drawn():
     captions = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare"))}
     assert [name for name, caption in captions.items() if "x ax" not in caption] == [], "name the x axis in the caption"
-    assert "Lines: means over 3 runs. Shaded: their range." in captions["training"]
+    assert "Lines: means over 3 runs. Shaded: one standard deviation." in captions["training"]
     assert "paper" not in " ".join(captions.values())
     one = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare", seeds=[0]))}
     assert "Each line is one run." in one["training"]
@@ -327,6 +327,8 @@ def test_coefficients_are_drawn_if_they_are_recorded():
     assert set(orthogonal.get_ydata()) == {0.0} != set(linear.get_ydata())
     assert "s = <x, f> / (|x|² + ε) is the signed coefficient" in found["s_mlp"].caption
     assert "transition point" not in found["s_mlp"].caption
+    assert [list(line.get_ydata()) for line in found["cosine_mlp"].draw().axes[0].lines if line.get_linewidth() == 0.9
+            ] == [[0, 0]]
     old = [{**run, "dynamics": [{key: value for key, value in row.items() if key not in ("s", "s_added")}
                                 for row in run["dynamics"]]} for run in runs_of("dynamics")]
     assert found.keys() - drawn(study_of("dynamics"), old).keys() == {

@@ -26,6 +26,7 @@ def test_recipe_is_the_papers(data):
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
     assert values["decay_milestones"] == [share * given["epochs"] for share in given["decay_at"]]
     assert values["hflip"] == given["hflip"]
+    assert values.get("val_split", "validation") == ("test" if data == "svhn" else "validation")
     assert values.get("no_aug", False) is (given["crop"] is None)
     for skip, figures in NUMBERS["skips_branch4"]["20"].items():
         mean, std = figures[data]
@@ -57,6 +58,16 @@ def test_study_has_the_cells_of_the_table(name):
                 block.conv2.out_channels for stage in model.stages for block in stage.blocks]))
 
 
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
+def test_scale_paper_has_the_cells_with_numbers_of_the_data_set(data):
+    found, left_out = design.load("skips_branch4", "paper").expand({"dataset": data, "device": "cpu"})
+    table = NUMBERS["skips_branch4"]
+    stated = [depth for depth in table if depth.isdecimal() and data in table[depth]["identity"]]
+    assert [*dict.fromkeys(str(variant.cell["depth"]) for variant in found)] == stated
+    assert bool(left_out) == (data != "cifar100")
+    assert not left_out or left_out[0] == f"Table 2 of Wang et al. (2017) has no depth 32, skip identity on {data}"
+
+
 @pytest.mark.parametrize("scale", design.SCALES)
 def test_ranks_equal_the_values_of_the_axis(scale):
     data = "cifar10" if scale == "paper" else "digits"
@@ -79,7 +90,7 @@ def test_ranks_equal_the_values_of_the_axis(scale):
 def test_the_papers_numbers_are_beside_the_runs(depth, skip, stated):
     """If the paper's table covers a run's data set, the layout contains the paper's number for this run."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [depth], "skip": [skip]},
-             "dataset": "torch/cifar100", "paper": "Wang et al."}
+             "dataset": "torch/cifar100", "paper": "Wang et al.", "report": design.load("skips_branch4", "small").report}
     run = {"cell": {"depth": depth, "skip": skip}, "connection": "linear"}
     laid_out = report.layout_of(study)
     assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == stated

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.evidence import HYPOTHESES
 from timm_ortho.lab import paper
+from timm_ortho.lab.planning.design import shipped
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evidence.md")
@@ -87,6 +88,17 @@ def test_effects_of_the_hypotheses():
                    zip(numbers, span(EFFECTS[name]), strict=True)), name
 
 
+def test_gain_by_depth_in_the_study_of_four_branches():
+    """The header has the mean gain of the transforms on CIFAR-100 at each depth of Wang et al.'s Table 2."""
+    header = " ".join(shipped()["skips_branch4"].read_text(encoding="utf-8").replace("#", " ").split())
+    table = {depth: skips for depth, skips in NUMBERS["skips_branch4"].items() if depth.isdecimal()}
+    gains = [fmean(by_data["cifar100"][0] for skip, by_data in skips.items() if skip != "identity")
+             - skips["identity"]["cifar100"][0] for skips in table.values()]
+    printed = re.search(r"transforms is ([\d., and]+) points above the identity at depths ([\d, and]+)\.", header)
+    assert re.findall(r"\d+", printed[2]) == [*table]
+    assert all(map(is_rounded, re.findall(NUMBER, printed[1]), gains))
+
+
 def printed_in_text(text):
     """Yield the numbers in the clauses of a page's sentences that name a paper, except our own measurements."""
     prose = re.sub(r"^\s*\|.*$|^ {4}.*$", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
@@ -118,6 +130,14 @@ def test_settings_of_the_papers_trainings(pages):
     recipes = [paper.experiments()[f"vit_s_{data}"].recipe for data in ("tiny_imagenet", "cifar10")]
     assert column["pixels, patch"] == [f"{recipe['resolution']}, {recipe['patch']}" for recipe in recipes]
     assert column["width, blocks"] == [f"{vit['width']}, {vit['blocks']}"]
+    of_vit = recipes[0]
+    jitter = "/".join(str(of_vit["color_jitter"][key]) for key in ("brightness", "contrast", "saturation", "hue"))
+    (low, high), pad = recipes[0]["crop"]["scale"], recipes[1]["crop"]
+    assert column["augmentation"] == [
+        f"crop ({100 * low:.0f} to {100 * high:.0f} % of the image",
+        f"{pad}), flip, colour jitter {jitter}, RandAugment {(*of_vit['randaugment'].values(),)}, "
+        f"MixUp {of_vit['mixup']['alpha']}, CutMix {of_vit['cutmix']['alpha']}, "
+        f"random erasing {of_vit['random_erasing']['prob']}"]
     for row, key in (("learning rate", "lr"), ("batch size", "batch"), ("weight decay", "weight_decay"),
                      ("label smoothing", "smoothing"), ("epochs", "epochs")):
         values = dict.fromkeys(recipe[key] for recipe in recipes)

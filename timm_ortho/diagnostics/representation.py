@@ -10,9 +10,10 @@ final version, notes to Table 4)::
 
     linear CKA         = |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)      X, Y: centred features of the same images
 
-Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The
-values that Oh et al. publish for the linear ViT-B contradict each other under these definitions: the spectral entropy
-6.512 gives the effective rank exp(6.512) = 673, but they publish 572.9.
+Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3), which
+centres the features. The formula of Oh et al., who cite it, has X and Y without centring, and their values may differ
+from the values here. The values that Oh et al. publish for the linear ViT-B contradict each other under these
+definitions: the spectral entropy 6.512 gives the effective rank exp(6.512) = 673, but they publish 572.9.
 
 The metrics accept features ``[n, d]``. If the features do not fit in memory, pass :class:`Moments` instead, and use
 :func:`compare` for linear CKA. All metrics are computed in float64.

@@ -9,6 +9,9 @@ architectures. ``vit_test`` (32, 4, 2) is a ViT of the same class that is small 
 
 Difference from the authors' code: if a ResNetV2 block changes the stream's shape, its shortcut convolution receives the
 output of the first norm and activation, as in timm and He et al. In the authors' code it receives the block's input.
+Weights are initialized as in timm. The authors' code has PyTorch's defaults, with the standard deviation 1 / sqrt(3 n)
+for n inputs: 0.0241 instead of 0.0589 for 3x3 convolutions of 64 channels, 0.0256 instead of 0.01 for the classifier of
+ResNetV2-18, and 0.0295 instead of 0.02 for the attention, the MLPs' first layers and the classifier of ViT-S.
 """
 from collections import OrderedDict
 from dataclasses import replace
@@ -82,6 +85,8 @@ class CifarResNetV2(ResNetV2):
         head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
         weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: a normal distribution, scaled by
             fan-out), ``xavier`` or ``orthogonal`` (paper, Table 7). Biases are 0 at first, and norms are the identity.
+            The classifier is a 1x1 convolution: ``xavier`` and ``orthogonal`` apply to it, too, and ``kaiming``
+            leaves timm's standard deviation of 0.01. The paper does not state how classifiers are initialized.
         output_stride: 8 by default. Lower values dilate later stages instead of halving the resolution.
 
     Raises:

@@ -1,7 +1,8 @@
 """Skip transforms: fixed linear maps P of the stream, y = P x + f.
 
 They come from "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017), Eq. 1
-and 24 to 26. The stream x has C channels in B branches. P acts along the channel axis of each token or pixel:
+and 24 to 26, except ``scaled``, which is from Wikipedia's article "Residual neural network". The stream x has C
+channels in B branches. P acts along the channel axis of each token or pixel:
 
 | name | P | rank |
 | --- | --- | --- |

@@ -26,7 +26,7 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
 | `representation` | whether to measure the model's features after training |
 | `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the paper's
-  runs on the first of these |
+  runs on the first of these. A value of an axis may have its own: at scale `paper`, other data leave its cells out |
 | `report` | layout of the report's tables and plots, see `reporting.layout` |
 | `scales` | a mapping with one or more of the keys `smoke`, `small` and `paper`. Each scale may override `model`,
   `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If the `grid` of a scale contains
@@ -57,7 +57,7 @@ from ..._text import did_you_mean, file_name
 from ...connections import CONNECTIONS, create_connection
 from ...models.variant_arguments import accepts, variant_arguments
 from .. import LabError, check_names, read_user_yaml, shipped_files
-from ..paper import architecture, experiments, skip_recipe
+from ..paper import architecture, experiments, section, skip_recipe
 from ..train_options import known_options
 from . import recipe
 
@@ -70,7 +70,7 @@ _KEYS = {
     **dict.fromkeys(("connections", "paper_data"), list), **dict.fromkeys(("seeds", "record", "hold_out"), int),
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
-_CELL = frozenset("model recipe connections connection switch".split())
+_CELL = frozenset("model recipe connections connection switch paper_data".split())
 
 # Options that cannot be an axis: the data set is opened once for all cells, and each cell is trained with each seed.
 _SHARED = {
@@ -146,6 +146,11 @@ class Design:
         of_recipe = {} if self.recipe in (None, "paper") else recipe.load(self.recipe)
         return self.options.get("dataset", of_recipe.get("dataset"))
 
+    def seeds_on(self, dataset: Optional[str]) -> int:
+        """Return the number of seeds. At scale `paper`, it may be another on one of the paper's data sets."""
+        of_data = section(self.table).get(f"runs_{str(dataset).rpartition('/')[2]}_first_version", self.seeds)
+        return of_data if self.scale == "paper" else self.seeds
+
     @property
     def axes(self) -> dict[str, list]:
         """The values of each axis."""
@@ -175,6 +180,11 @@ class Design:
             changes = {"options": {}}
             for axis, label in cell.items():
                 changes = _merged(changes, self.grid[axis][label])
+            data = str({**self.options, **requested}.get("dataset")).rpartition("/")[2]
+            if self.scale == "paper" and data not in changes.get("paper_data", [data]):
+                left_out.append(f"{self.paper} has no {', '.join(f'{axis} {label}' for axis, label in cell.items())} "
+                                f"on {data}")
+                continue
             connections = changes.get("connections", self.connections)
             if "connection" in changes:
                 connections = [changes["connection"]]
@@ -347,7 +357,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
             if key == axis:
                 owner, noun = f"axis '{axis}' is a list, so its name must be an option: a study", "option"
             check_names([key], [*_CELL, *known_options()], owner, noun)
-    _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
+    _check_types(changes, {"connections": list, "paper_data": list, "connection": str, "model": str, "recipe": str})
     return changes
 
 

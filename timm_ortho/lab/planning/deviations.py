@@ -57,8 +57,8 @@ def deviations(
         lines.append(comparison("data set", name, " or ".join(design.paper_data)))
     lines += [comparison(axis, _listed(values), _listed(paper.axes[axis]))
               for axis, values in design.axes.items() if axis in paper.axes and values != paper.axes[axis]]
-    if len(seeds) != paper.seeds:
-        lines.append(comparison("seeds", len(seeds), paper.seeds))
+    if len(seeds) != paper.seeds_on(data):
+        lines.append(comparison("seeds", len(seeds), paper.seeds_on(data)))
     pairs, by_necessity = list(_pairs(design.variants(requested), there)), {}
     for model, here, partner in pairs:
         lines += [_prefix([model], pairs) + line for line in _differences(_options(here), _options(partner))]

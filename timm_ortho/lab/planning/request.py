@@ -40,7 +40,8 @@ class Request:
 
     def seed_list(self, first: int) -> list[int]:
         """Return the requested seeds. If only their number is set, count up from `first`, the recipe's seed."""
-        seeds = self.design.seeds if self.seeds is None else self.seeds
+        data = self.options.get("dataset", self.design.dataset)
+        seeds = self.design.seeds_on(data) if self.seeds is None else self.seeds
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:
             raise LabError("there is nothing to run: choose at least one seed")

@@ -71,6 +71,11 @@ def _mean_of_five(key: str, best: bool) -> Callable[[Run], Optional[float]]:
     return read
 
 
+def _best_loss(run: Run) -> Optional[float]:
+    losses = [row["eval_loss"] for row in run.get("history", ()) if finite(row.get("eval_loss"))]
+    return min(losses, default=None)
+
+
 MEASURES = {
     "top1": Measure("top-1 %", _number("top1")),
     "top5": Measure("top-5 %", _number("top5")),
@@ -79,6 +84,7 @@ MEASURES = {
     "final5": Measure("top-1 %, mean of the last five epochs", _mean_of_five("eval_top1", best=False)),
     "final5_top5": Measure("top-5 %, mean of the last five epochs", _mean_of_five("eval_top5", best=False)),
     "best_top1": Measure("top-1 %, best {images} epoch", _number("best_top1")),
+    "best_loss": Measure("{images} loss, best epoch", _best_loss, 4),
     "loss": Measure("{images} loss", _number("loss"), 4),
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),

@@ -1,10 +1,11 @@
 """Draw the plots that a study's layout lists.
 
-Lines show means over seeds, and shaded areas show the range of the seeds. Small dots show runs. Bars show one standard
-deviation about the mean or, in forest plots, confidence intervals. Means and ranges omit values that are not finite. A
-line has a gap where no seed has a finite value. Colour-blind readers can distinguish the colours: lines of blocks have
-viridis, and everything else has the colours of Okabe and Ito, or grey. As in the paper, linear is red and orthogonal is
-blue. Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed on a phone.
+Lines show means over seeds, and shaded areas show one standard deviation. Small dots show runs. Bars show one standard
+deviation about the mean or, in forest plots, confidence intervals. Means and deviations omit values that are not
+finite. A line has a gap where no seed has a finite value. Colour-blind readers can distinguish the colours: lines of
+blocks have viridis, and everything else has the colours of Okabe and Ito, or grey. As in the paper, linear is red and
+orthogonal is blue. Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed
+on a phone.
 """
 import math
 import re
@@ -60,6 +61,7 @@ class Panel:
     ticks: Sequence[str] = ()  # labels of x = 0, 1, ...; by default whole numbers
     log: bool = False  # whether the y axis is logarithmic
     chance: Optional[float] = None  # y of a dotted line, which is drawn if a value is less than twice as high
+    zero: bool = False  # whether to draw a dashed line at y = 0
 
 
 class Scene(NamedTuple):
@@ -182,17 +184,21 @@ def lines_chart(
             axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
         if panel.chance is not None and min(values, default=math.inf) < 2 * panel.chance:
             axes.axhline(panel.chance, color="#555555", linewidth=1.1, linestyle=":", label="chance")
+        if panel.zero:
+            axes.axhline(0, color="#222222", linewidth=0.9, linestyle="--")
     for axes in grid[len(panels):]:
         axes.remove()
     return _finished(figure)
 
 
 def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
-    """Draw the mean of curves and the range of their values. Values may be None or NaN."""
+    """Draw the mean of curves and one standard deviation above and below it. Values may be None or NaN."""
     columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
     look = {"label": name, "linewidth": 1.5, **look, "marker": look.get("marker", "o") if len(columns) == 1 else ""}
-    axes.plot(x, list(map(_mean, columns)), markersize=3, **look)
-    low, high = ([end(column, default=math.nan) for column in columns] for end in (min, max))
+    means = list(map(_mean, columns))
+    axes.plot(x, means, markersize=3, **look)
+    spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
+    low, high = ([mean + sign * by for mean, by in zip(means, spread, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
@@ -221,7 +227,8 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
     sentences = [caption, f"x ax{'is' if len(belows) == 1 else 'es'}: {', '.join(belows)}.",
-                 f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run."]
+                 "Each line is one run." if max(runs) == 1 else
+                 f"Lines: means over {count} runs. Shaded: one standard deviation."]
     return Picture("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {', '.join(belows)}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
@@ -319,9 +326,10 @@ def _curves(
         scene: Scene, *, by: By = (), lines: Names = None, column: str = "eval_top1", name: str = "curves",
         caption: str = "",
 ) -> Pictures:
-    """Draw one column of the history by epoch."""
+    """Draw one column of the history by training step, or by epoch if the steps of an epoch are unknown."""
     line, runs = scene.named(lines, by), scene.having("history")
-    panels = [_history(scene, members, column, line, part) for part, members in scene.parts(by, runs)]
+    panels = [_history(scene, members, column, line, part, _steps(scene, members))
+              for part, members in scene.parts(by, runs)]
     if panels and scene.layout.varies(column):
         caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
         yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch", shared=True)
@@ -425,6 +433,7 @@ def _traces(scene: Scene, *, lines: Names = None) -> Pictures:
             for panel, (layer, _) in zip(panels, sites, strict=True):
                 step = steps.get((measure, layer, kind))
                 panel.marks = [] if step is None else [step]
+                panel.zero = measure == "cosine"
             yield _drawing(
                 f"{measure} {kind}",
                 f"{TRACES[measure]} in the {kind} branches, with a panel for each block{source}. "
