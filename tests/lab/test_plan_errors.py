@@ -28,8 +28,8 @@ from timm_ortho.lab.running import run
     (dict(grid={"x": {"a": 3}}), "value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
-     "value 'a': a value has options, such as lr, or connection, connections, model, paper_data, recipe, switch. It accepts "
-     "no key 'conection'; did you mean 'connection'"),
+     "value 'a': a value has options, such as lr, or connection, connections, model, paper_data, recipe, switch. "
+     "It accepts no key 'conection'; did you mean 'connection'"),
     (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
     (dict(grid={"x": {"a": {"switch": {"to": "gated", "optimizer": "kept"}}}}), "cannot switch to or from gated"),
