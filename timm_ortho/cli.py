@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from . import __version__
-from ._text import UserError, aligned, error_text
+from ._text import UserError, aligned, did_you_mean, error_text
 
 _LAB = {
     "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
@@ -46,9 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error about an unknown option names similar options of the command."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, extras = super().parse_known_args(*args, **kwargs)
+        unknown = next((word for word in extras if word.startswith("--")), None)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            near = did_you_mean(unknown.partition("=")[0], options)
+            if near:
+                self.error(f"unrecognized arguments: {' '.join(extras)}{near}")
+        return namespace, extras
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
+    parser = _Parser(prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
     parser.add_argument("--version", action="version", version=f"timm-ortho {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
@@ -562,6 +575,8 @@ def _show(parsed: argparse.Namespace) -> int:
     from .runs.trained_run import image_config
 
     if parsed.svg:
+        if parsed.svg.suffix != ".svg":
+            raise UserError(f"--svg writes SVG, so the file's name must end in .svg, not '{parsed.svg.name}'")
         _require("show --svg", {"matplotlib": "matplotlib"})
     try:
         import_modules(parsed.device_modules)
@@ -571,7 +586,12 @@ def _show(parsed: argparse.Namespace) -> int:
             show.as_svg(measured, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UserError(error_text(error)) from None
-    print(show.as_text(measured))
+    text = show.as_text(measured)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = show.as_text(measured, ascii_only=True)
+    print(text)
     print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
@@ -582,7 +602,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
 
     from .hub import pull
     from .models.names import is_variant, similar_variants
-    from .runs.trained_run import CheckpointRun, NoRunError, run_model
+    from .runs.trained_run import BY_HAND, CheckpointRun, NoRunError, run_model
     from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
@@ -606,9 +626,10 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
         raise UserError(f"there is no checkpoint '{checkpoint}'")
     try:
         run = CheckpointRun(Path(checkpoint or name), parsed.ema)
-    except NoRunError:
+    except NoRunError as error:
         if not names_variant:
-            raise
+            advice = f"to show weights alone: timm-ortho show MODEL --checkpoint {name}"
+            raise UserError(str(error).replace(BY_HAND, advice)) from None
         if parsed.ema:
             raise UserError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
                             "--ema") from None

@@ -230,3 +230,10 @@ def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, capsys
     (tmp_path / "script.py").write_text("open('/nowhere/a')")
     with pytest.raises(FileNotFoundError, match="/nowhere/a"):
         cli.main(["run", str(tmp_path / "script.py")])
+
+
+@pytest.mark.parametrize(("option", "near"), [("--batchsize", "; did you mean '--batch-size'?"), ("--zzz", "")])
+def test_unknown_options_name_a_similar_one(option, near, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["compare", option, "4"])
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {option} 4{near}\n")

@@ -1,6 +1,8 @@
 """Test the table and the plot of `timm-ortho show`, the sources of its models and weights, and its errors."""
+import io
 import math
 import struct
+import sys
 import xml.etree.ElementTree as ElementTree
 import zlib
 
@@ -152,6 +154,7 @@ def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
     (["vit_smal_ortho"], "there is no variant 'vit_smal_ortho'; did you mean 'vit_small_ortho' or "),
     (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "image /nowhere.png cannot be read: No such file"),
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
+    (["vit_test_ortho", "--svg", "a.png"], "--svg writes SVG, so the file's name must end in .svg, not 'a.png'"),
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
     (["local-dir:/nowhere"], "local-dir:/nowhere: the folder contains no config.json"),
@@ -178,3 +181,17 @@ def test_number_of_sites_with_a_norm_in_the_same_kernel(connection, count):
     model = timm_ortho.connect(timm.create_model("vit_test_ortho"), connection)
     assert show.with_norm(model) == (
         f"On a GPU, one kernel computes the update and the norm after it at {count} of 8 sites.")
+
+
+def test_weights_without_arguments_need_a_model(tmp_path, capsys):
+    torch.save(timm.create_model("vit_test_ortho").state_dict(), tmp_path / "w.pth")
+    assert cli.main(["show", str(tmp_path / "w.pth")]) == 2
+    assert f"timm-ortho show MODEL --checkpoint {tmp_path / 'w.pth'}" in capsys.readouterr().err
+
+
+def test_the_table_is_ascii_in_a_latin_1_terminal(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["show", "vit_test_ortho"]) == 0
+    terminal.flush()
+    assert terminal.buffer.getvalue().decode("ascii").split()[3:6] == ["|x|^2", "|f_par|^2", "|f_orth|^2"]

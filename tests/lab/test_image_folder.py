@@ -565,3 +565,9 @@ def test_large_data_sets_and_workers_have_no_cache(tmp_path, monkeypatch):
     assert epochs_of(Namespace(**{**options, "workers": 1}), count=0)[0].train.cache is None
     monkeypatch.setattr(data, "_CACHE_BYTES", 12 * 16 * 16 * 4 - 1)
     assert epochs_of(Namespace(**options), count=0)[0].train.cache is None
+
+
+def test_an_archive_is_not_a_folder(tmp_path, capsys):
+    (tmp_path / "images.zip").write_bytes(b"PK")
+    assert cli.main(["compare", "--data-dir", str(tmp_path / "images.zip")]) == 2
+    assert "images.zip is a file: unpack it, and pass the folder" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_a_run_that_ends_during_the_check_is_finished(tmp_path, monkeypatch):
         (folder / RESULT).write_text('{"top1": 50.0}')
         return False
 
-    monkeypatch.setattr(folders, "_is_at_work", ends)
+    monkeypatch.setattr(folders, "is_at_work", ends)
     assert folders.state(folder) == ("finished", "top-1 50.00 %")
 
 
@@ -369,6 +369,15 @@ def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_
     assert failed == {"linear-seed0": f"{reason}, see {folder / LOG}"}
     assert "it is started again" not in capsys.readouterr().err
     assert read(folder / "sessions.json") == sessions
+
+
+def test_a_second_command_leaves_the_report_of_the_first(tmp_path):
+    request = compared(tmp_path / "out", ["linear"])
+    experiment = planned(request)
+    (experiment.folder / "report.md").write_text("the report of the first")
+    with folders.work_on(experiment.folder / "linear-seed0"), pytest.raises(LabError, match="another process trains"):
+        study.run(request)
+    assert (experiment.folder / "report.md").read_text() == "the report of the first"
 
 
 @contextmanager

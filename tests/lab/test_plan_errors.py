@@ -28,8 +28,8 @@ from timm_ortho.lab.running import run
     (dict(grid={"x": {"a": 3}}), "value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
-     "value 'a': a value has options, such as lr, or connection, connections, model, recipe, switch. It accepts no key "
-     "'conection'; did you mean 'connection'"),
+     "value 'a': a value has options, such as lr, or connection, connections, model, paper_data, recipe, switch. "
+     "It accepts no key 'conection'; did you mean 'connection'"),
     (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
     (dict(grid={"x": {"a": {"switch": {"to": "gated", "optimizer": "kept"}}}}), "cannot switch to or from gated"),
@@ -65,6 +65,7 @@ def test_bad_study(tmp_path, monkeypatch, changed, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "acuracy"], "there is no study 'acuracy'; did you mean 'accuracy'? (see timm-ortho study list)"),
+    (["run", "mine.yaml"], "there is no file mine.yaml: a study of your own is a YAML file, and timm-ortho study list"),
     (["run", "accuracy", "--threads", "0"], "--threads must be at least 1, got 0"),
     (["run", "accuracy", "--parallel", "0"], "--parallel must be at least 1, got 0"),
     (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': choose smoke, small or paper"),
@@ -192,3 +193,8 @@ def test_damaged_run_plans(tmp_path):
     path.unlink()
     with pytest.raises(LabError, match=r"run.yaml cannot be read \(No such file"):
         RunPlan.read(tmp_path)
+
+
+def test_pretrained_without_weights_names_the_option_weights(capsys):
+    assert cli.main(["compare", "--model", "deit_tiny_patch16_224", "--option", "pretrained=true"]) == 2
+    assert "remove pretrained, and start from a file with --weights FILE" in capsys.readouterr().err

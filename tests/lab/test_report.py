@@ -247,6 +247,9 @@ def test_networks_at_chance_are_named(tmp_path, feature, told):
     assert results(tmp_path)["lead"] == (
         "No network is more accurate than chance, so the differences say nothing about the connections. Train longer, "
         "or change the learning rate.")
+    made["data"] = {**data, "classes": 2, "validation": 6}
+    write(*accuracy({"linear": [100.0] * 3, "feature": [100.0] * 3}, **made), [], tmp_path)
+    assert results(tmp_path)["lead"].startswith("There are too few images to tell from chance")
 
 
 def test_only_runs_that_differ_in_the_connection_start_from_the_same_weights(tmp_path):

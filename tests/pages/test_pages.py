@@ -41,6 +41,13 @@ def test_readme_is_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 120
 
 
+def test_every_page_is_in_the_navigation():
+    navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+    pages = {ids(path) for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")]}
+    linked = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+    assert linked == pages | {"docs/commands.md", "model_cards/README.md"}
+
+
 def test_the_most_frequent_error_is_answered():
     assert "Unknown model (..._ortho)" in text_of(ROOT / "README.md")
     answer = text_of(ROOT / "docs" / "arguments.md").partition("## Troubleshooting")[2]

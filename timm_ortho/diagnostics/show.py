@@ -44,10 +44,11 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
     return list(zip(connected, record_dynamics(model, images, connected), strict=True))
 
 
-def as_text(measured: MeasuredSites) -> str:
+def as_text(measured: MeasuredSites, ascii_only: bool = False) -> str:
     """Return a text table with a bar for each cosine, from -1 to 1.
 
-    If a connection has groups of channels, an additional column shows the range of the groups' cosines.
+    If a connection has groups of channels, an additional column shows the range of the groups' cosines. If
+    ``ascii_only``, the header has ASCII characters only.
 
     >>> site = Site(0, "mlp", "blocks.0.connection_mlp", timm_ortho.create_connection("feature"))
     >>> means = SiteDynamics(0, "mlp", site.name, stream=2.0, parallel=1.0, orthogonal=3.0, cosine=0.5)
@@ -55,7 +56,8 @@ def as_text(measured: MeasuredSites) -> str:
     ['0', 'mlp', 'feature', '2', '1', '3', '+0.500', '|=====']
     """
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
-    table: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
+    squares = ("|x|^2", "|f_par|^2", "|f_orth|^2") if ascii_only else ("|x|²", "|f∥|²", "|f⊥|²")
+    table: List[Tuple[str, ...]] = [("block", "site", "connection", *squares, "cosine", scale)]
     for (layer, kind, _, connection), means in measured:
         norms = [f"{value:.4g}" for value in (means.stream, means.parallel, means.orthogonal)]
         table.append((str(layer), kind, connection.name, *norms, f"{means.cosine:+.3f}", _bar(means.cosine)))

@@ -13,7 +13,7 @@ from .._text import aligned
 from . import LabError, refuse_links
 from .costs import cost_report
 from .costs.cost_report import cost
-from .folder import RunPlan, read_as
+from .folder import RunPlan, is_at_work, read_as, work_on
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, plan, points_of, read
 from .planning.request import Request
@@ -128,6 +128,10 @@ def run(
         print(f"timm-ortho: {line}", file=sys.stderr)
     if threads is None and request.design.is_comparison:
         threads = _threads_for(next(iter(planned.runs.values())))
+    for folder in (planned.folder / name for name in planned.runs):
+        if slurm is None and is_at_work(folder):
+            with work_on(folder):  # raises an error before the report of the other process is overwritten
+                pass
     print("\n".join(_opening(planned)), file=sys.stderr)
     try:
         with launcher.sigterm_as_ctrl_c():

@@ -279,7 +279,7 @@ def work_on(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _is_at_work(folder: Path) -> bool:
+def is_at_work(folder: Path) -> bool:
     """Return whether a process is training the run, according to the lock in its folder.
 
     If the lock cannot be tried, return whether the last session in `sessions.json` has no end.
@@ -303,7 +303,7 @@ def state(folder: Path) -> tuple[str, str]:
     The state is `waiting`, `running`, `stopped`, `failed` or `finished`. The text has the finished epochs and the
     top-1 accuracy of a running or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
     """
-    at_work = _is_at_work(folder)  # before reading the result, or a run that ends in between would look stopped
+    at_work = is_at_work(folder)  # before reading the result, or a run that ends in between would look stopped
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result.get("top1"))

@@ -57,7 +57,9 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     root = options.data_dir
     if not os.path.exists(root):
         raise LabError(f"there is no folder {root}: {LAYOUT} of --data-dir")
-    if os.path.isfile(root):  # a tar file
+    if os.path.isfile(root):
+        if not root.endswith(".tar"):
+            raise LabError(f"{root} is a file: unpack it, and pass the folder; {LAYOUT} of --data-dir")
         return options.val_split
 
     def has(split: str) -> bool:

@@ -27,7 +27,7 @@ from ..weights.files import load_checkpoint
 from .card_values import CardValues, RunError, read_card_values
 from .folders import check_modules, read_history
 
-_BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
+BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 
 
 class NoRunError(RunError):
@@ -134,7 +134,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
     if ":" in name:  # hf-hub:me/my-model, which timm would download
-        raise RunError(f"the model '{name}' of {run.path} is not an architecture; {_BY_HAND}")
+        raise RunError(f"the model '{name}' of {run.path} is not an architecture; {BY_HAND}")
     if name != options["model"]:
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
     try:
@@ -214,7 +214,7 @@ def _read_checkpoint(path: Path) -> dict:
         raise NoRunError(error_text(error)) from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
-                         f"{_BY_HAND}")
+                         f"{BY_HAND}")
     return checkpoint
 
 
@@ -227,7 +227,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         options.update({key: value for key, value in written.items() if value is not None or key not in options})
     if not options.get("model"):
         raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
-                         f"model; {_BY_HAND}")
+                         f"model; {BY_HAND}")
     return options
 
 

@@ -279,6 +279,9 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
+        if name.endswith((".yaml", ".yml")) or "/" in name:
+            raise LabError(f"there is no file {name}: a study of your own is a YAML file, and timm-ortho study list "
+                           "has the names of the others")
         if name in COST_STUDIES:
             raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
         raise LabError(f"there is no study '{name}'{did_you_mean(name, shipped())} (see timm-ortho study list)")

@@ -7,6 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Optional, Sequence
 
+import timm
+
 from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import RunPlan, Stage
@@ -36,6 +38,10 @@ def check(request: Request, variants: Sequence[Variant]) -> Checked:
         raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {request.gpus} and {request.nodes}")
     if any(variant.options.pretrained_path and not variant.options.pretrained for variant in variants):
         raise LabError("pretrained_path has no effect without pretrained: set pretrained to true, too")
+    for options in (variant.options for variant in variants):
+        if options.pretrained and not options.pretrained_path and not timm.is_model_pretrained(options.model):
+            raise LabError(f"there are no pretrained weights of {options.model}: remove pretrained, and start from a "
+                           "file with --weights FILE of timm-ortho compare, or with the option weights in a study")
     return (_check_for_lab if request.train_py is None else _check_for_script)(request, variants)
 
 

@@ -332,6 +332,9 @@ def _lead(parts: Sequence[Part]) -> str:
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
+    if min(map(_limit, parts)) >= 100:
+        return ("There are too few images to tell from chance: even 100 % would be within three standard deviations of "
+                "guessing.")
     untrained = [entry for part in parts for entry in _at_chance(part)]
     if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
         return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
@@ -341,13 +344,17 @@ def _lead(parts: Sequence[Part]) -> str:
     return warning + _verdict(parts, compared)
 
 
+def _limit(part: Part) -> float:
+    """Return the accuracy of guessing plus three standard deviations in percent, 0 if it is unknown."""
+    chance, images = part.layout.chance, (part.study.get("data") or {}).get("validation")
+    return chance + 3 * (chance * (100 - chance) / images) ** 0.5 if chance and images else 0.0
+
+
 def _at_chance(part: Part) -> list[tables.Entry]:
     """Return the entries whose mean accuracy is at most three standard deviations above that of guessing."""
-    chance, images = part.layout.chance, (part.study.get("data") or {}).get("validation")
-    if not chance or not images:
-        return []
-    limit = chance + 3 * (chance * (100 - chance) / images) ** 0.5
-    return [entry for entry in part.entries if entry.measure == "top1" and entry.values and entry.moments[0] <= limit]
+    limit = _limit(part)
+    return [entry for entry in part.entries if entry.measure == "top1" and entry.values and entry.moments[0] <= limit
+            ] if limit else []
 
 
 def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
