@@ -491,7 +491,8 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling() and asked_for(x) is not None and can_fuse_norm(self):
+        if (isinstance(x, Tensor) and not torch.compiler.is_compiling()  # FX passes proxies
+                and asked_for(x) is not None and can_fuse_norm(self)):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 observe(self, (x, f), {"attn_mask": attn_mask}, both[0])

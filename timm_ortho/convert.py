@@ -262,13 +262,13 @@ def disconnect(model: ModelT) -> ModelT:
 @contextmanager
 def _restored_after_an_error(model: nn.Module) -> Iterator[None]:
     """Restore the classes and attributes of a model if an error occurs while it is changed."""
-    before = [(module, type(module), dict(vars(module)), dict(module._modules)) for module in model.modules()]
+    before = [(module, type(module), dict(vars(module)), dict(named_children(module))) for module in model.modules()]
     try:
         yield
     except BaseException:
         for module, cls, attributes, children in before:
             module.__class__ = cls
-            for present, earlier in ((vars(module), attributes), (module._modules, children)):
+            for present, earlier in ((vars(module), attributes), (attributes["_modules"], children)):
                 present.clear()
                 present.update(earlier)
         raise
