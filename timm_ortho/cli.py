@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -53,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
         namespace, extras = super().parse_known_args(*args, **kwargs)
         unknown = next((word for word in extras if word.startswith("--")), None)
         if unknown:
-            options = [name for name in self._option_string_actions if name.startswith("--")]
+            options = re.findall(r"--[\w-]+", self.format_usage())
             near = did_you_mean(unknown.partition("=")[0], options)
             if near:
                 self.error(f"unrecognized arguments: {' '.join(extras)}{near}")

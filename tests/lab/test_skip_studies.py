@@ -92,7 +92,6 @@ def test_the_papers_numbers_are_beside_the_runs(depth, skip, stated):
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [depth], "skip": [skip]},
              "dataset": "torch/cifar100", "paper": "Wang et al.",
              "report": design.load("skips_branch4", "small").report}
-             "report": design.load("skips_branch4", "small").report}
     run = {"cell": {"depth": depth, "skip": skip}, "connection": "linear"}
     laid_out = report.layout_of(study)
     assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == stated

@@ -145,7 +145,10 @@ def test_commands_are_extracted():
 X_AND_F = "x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)"
 BEFORE = {  # code that a reader must run before the snippets of a page
     "README.md": X_AND_F,
-    "docs/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
+    "docs/coverage.md":  # the names of the quantizers are stand-ins; tests/models/test_low_precision.py runs them
+        f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool); from unittest.mock import MagicMock\n"
+        "model = timm.create_model('vit_test_ortho', exportable=True).eval(); images = torch.zeros(1, 3, 8, 8)\n"
+        "quantizer, reader, quantize_static = MagicMock(), MagicMock(), MagicMock()",
     "docs/transformations.md": "model = timm.create_model('vit_test_linear')",
     "docs/hub.md":
         "import transformers\n"
