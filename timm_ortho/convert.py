@@ -182,7 +182,9 @@ def connect(
     checked = create_connection(connection, **arguments)  # also if `layers` is empty
     call: dict[str, Any] = {"connection": name_of(connection)}
     if call["connection"] != "linear":
-        call.update(eps=checked.eps, **{name: value for name, value in arguments.items() if name != "eps"})
+        defaults = arguments_of(connection).items()
+        call.update({name: value for name, value in arguments.items() if (name, value) not in defaults})
+        call["eps"] = checked.eps
         call.update({} if layers is None else {"layers": sorted(chosen)})
         call.update({} if kinds is None else {"kinds": sorted(chosen_kinds)})
     if skip != "identity":

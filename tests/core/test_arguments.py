@@ -16,6 +16,7 @@ from timm_ortho import (
     CONNECTIONS,
     Connection,
     FeatureConnection,
+    HybridConnection,
     LinearConnection,
     connect,
     connection_arguments,
@@ -23,7 +24,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.connections import NO_SITE
+from timm_ortho.connections import NO_SITE, arguments_of
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -88,6 +89,16 @@ def test_the_arguments_of_a_connection_are_those_of_its_constructor(monkeypatch,
         with pytest.raises(ValueError, match=r"^[^\n]*(known a\S+|must be a JSON value)[^\n]*$"):
             connect(model, "damped", **wrong)
     assert [site.connection for site in sites(model)] == before
+
+
+class Learned(HybridConnection):
+    def __init__(self, tau=0.5, **kwargs):
+        super().__init__(**kwargs)
+
+
+def test_keyword_arguments_reach_the_base_class():
+    assert create_connection(Learned, dtype=torch.float64, start="linear").rho.dtype == torch.float64
+    assert arguments_of(Learned).keys() == {"tau", *arguments_of("hybrid")}
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
