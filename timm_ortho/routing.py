@@ -285,7 +285,7 @@ class Router(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
-        if isinstance(node.op, ast.Sub):
+        if isinstance(node.op, ast.Sub) and not self._is_stream(node.right):  # x + f - x takes the sum's branch
             self._refuse(node, node.left)
         return self.generic_visit(node) if call is None else call
 
