@@ -106,7 +106,7 @@ def _pickle_with_host(routed: Any, method: str, kinds: Tuple[str, ...]) -> None:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         made, *rest = host.__reduce_ex__(self, protocol)
-        if type(self) is not routed or made is not copyreg.__newobj__:
+        if type(self) is not routed or made is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return (made, *rest)
         return (_unpickled, parts, *rest[1:])
 
