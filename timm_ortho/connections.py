@@ -40,7 +40,7 @@ from ._checks import (
 )
 from ._compat import has_hooks, observe
 from .functional import KEEPS, checked_update, update_with_norm
-from .update.backend import asked_for
+from .update.backend import requested_kernels
 from .update.formula import Weight, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -371,7 +371,7 @@ def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
 
 
 def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str, Any]:
-    """Return the arguments of a connection's constructor with their defaults, without those that ``connect`` sets.
+    """Return the arguments of a connection's constructor and their defaults, except arguments that ``connect`` sets.
 
     >>> arguments_of("global")
     {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}
@@ -492,7 +492,7 @@ class FeatureConnection(Connection):
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         if (isinstance(x, Tensor) and not torch.compiler.is_compiling()  # FX passes proxies
-                and asked_for(x) is not None and can_fuse_norm(self)):
+                and requested_kernels(x) is not None and can_fuse_norm(self)):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 observe(self, (x, f), {"attn_mask": attn_mask}, both[0])

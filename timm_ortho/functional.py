@@ -17,11 +17,11 @@ from .update.backend import (
     BACKENDS,
     NORMS,
     add_plan,
-    asked_for,
     choose_backend,
     fuses_norm,
     known_backend,
     plans,
+    requested_kernels,
     use_backend,
 )
 from .update.formula import Weight, accumulate_in, plain_update, update, without_padding
@@ -140,7 +140,7 @@ def checked_update(
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
     eager = is_eager(x, f)
-    kernels = asked_for(x, backend) if eager and not (isinstance(a, Tensor) or isinstance(b, Tensor)) else None
+    kernels = requested_kernels(x, backend) if eager and not (isinstance(a, Tensor) or isinstance(b, Tensor)) else None
     key: Tuple[Any, ...] = ()
     plan = None
     if kernels is not None:
@@ -182,7 +182,7 @@ def update_with_norm(
     """
     if not is_eager(x, f):
         return None
-    kernels = asked_for(x, backend)
+    kernels = requested_kernels(x, backend)
     if kernels is None or type(norm) not in NORMS or not fuses_norm() or has_hooks(norm):
         return None
     parameters = own_parameters(norm)

@@ -21,12 +21,12 @@ def no_default_backend():
 @pytest.fixture
 def auto_is_triton(monkeypatch):
     """Let ``auto`` select the kernels on the CPU too. They are tested at first use, as on CUDA."""
-    def asked_for(x, backend=None):
+    def requested_kernels(x, backend=None):
         name = backend or backends.default()
         return None if name == "torch" else name
 
     for module in (functional, connections):
-        monkeypatch.setattr(module, "asked_for", asked_for)
+        monkeypatch.setattr(module, "requested_kernels", requested_kernels)
     monkeypatch.setattr(backends, "_passed", {})
 
 

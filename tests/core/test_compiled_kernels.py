@@ -58,11 +58,11 @@ def test_compiled_code_matches_eager_mode(backend, compiler, case):
     torch.testing.assert_close(y, update(x, f, *list(inputs.values())[2:]))
 
 
-@pytest.mark.parametrize("asked_for", ["auto", pytest.param("triton", marks=needs_triton)])
-def test_compiled_graphs_contain_plain_operations(calls, asked_for):
+@pytest.mark.parametrize("requested_kernels", ["auto", pytest.param("triton", marks=needs_triton)])
+def test_compiled_graphs_contain_plain_operations(calls, requested_kernels):
     torch._dynamo.reset()
     recorder = EagerAndRecordGraphs()
-    with use_backend(asked_for):
+    with use_backend(requested_kernels):
         torch.compile(residual_update, fullgraph=True, backend=recorder)(*inputs_with_gradients())
     graph, = recorder.graphs
     assert "timm_ortho" not in str(graph.graph)

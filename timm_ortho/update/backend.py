@@ -112,7 +112,7 @@ def choose_backend(
         known_backend(backend)
     if not is_eager(x, f):
         return "torch"
-    name = asked_for(x, backend)
+    name = requested_kernels(x, backend)
     if name is None or not can_run(name, x):
         return "torch"
     from .kernels import view_of
@@ -121,7 +121,7 @@ def choose_backend(
     return "torch" if view_of(x, f, dims) is None else "triton"
 
 
-def asked_for(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
+def requested_kernels(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
     """Return the name of the backend if it may select kernels for a stream, or None. This check is fast."""
     name = default() if backend is None else backend
     return None if name == "torch" or (name == "auto" and not x.is_cuda) else name
@@ -173,7 +173,7 @@ def add_plan(key: Tuple[Any, ...], name: str, x: Tensor, make: Callable[[], Any]
 
     Args:
         key: Key in :data:`plans`.
-        name: Name of the backend, from :func:`asked_for`.
+        name: Name of the backend, from :func:`requested_kernels`.
         x: Stream.
         make: Returns a plan, or None if there are no kernels.
 

@@ -219,7 +219,7 @@ class Design:
         """Raise a LabError if none of the connections accepts an argument."""
         cells = (changes["options"] for values in self.grid.values() for changes in values.values())
         given = {name for options in (requested, self.options, *cells) for name in options.get("model_kwargs") or {}}
-        known = connections & CONNECTIONS.keys()  # `check_models` refuses the others
+        known = connections & CONNECTIONS.keys()  # `check_models` refuses unknown connections
         for name in sorted(given) if known else ():
             if name.startswith("connection_") and not any(accepts(connection, name) for connection in known):
                 names = sorted({each for connection in known for each in variant_arguments(connection)})
