@@ -410,7 +410,7 @@ def takes_any(make: Callable[..., Connection]) -> bool:
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
-    """Return the named arguments of a constructor, and those of its base classes to which ``**kwargs`` can pass."""
+    """Return the named arguments of a constructor, and of its base classes as far as ``**kwargs`` reaches."""
     found: Dict[str, inspect.Parameter] = {}
     for each in (make, *getattr(getattr(make, "func", make), "__mro__", ())[1:]):
         found = {**inspect.signature(each).parameters, **found}

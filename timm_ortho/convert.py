@@ -460,7 +460,7 @@ def _make_connections(
 ) -> dict[str, Connection]:
     """Return the connections of a block by attribute; kinds that are not in ``carrying`` are linear.
 
-    ``arguments`` are those of the connection, ``call`` those of :func:`connect`.
+    ``arguments`` are passed to the connection. ``call`` contains all arguments of :func:`connect`.
     """
     parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
     parameter = next(parameters, None)  # quantized parameters have integer dtypes, or float8 of one byte

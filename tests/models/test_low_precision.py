@@ -82,7 +82,7 @@ def test_bfloat16(name, connection):
 # -------------------------------------------------------------------------- static int8 quantization after export
 @torch.no_grad()
 def quantized_by_xnnpack(model, some):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao.testing.pt2e._xnnpack_quantizer")  # a private module
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 

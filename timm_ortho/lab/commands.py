@@ -130,7 +130,7 @@ def run(
         threads = _threads_for(next(iter(planned.runs.values())))
     for folder in (planned.folder / name for name in planned.runs):
         if slurm is None and is_at_work(folder):
-            with work_on(folder):  # raises an error before the report of the other process is overwritten
+            with work_on(folder):  # raises an error before another process's report is overwritten
                 pass
     print("\n".join(_opening(planned)), file=sys.stderr)
     try:

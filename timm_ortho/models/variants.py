@@ -42,7 +42,7 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 
 
 def create_plain(architecture: str, **kwargs) -> nn.Module:
-    """Build an architecture without connections. Its weights are checked like those of a variant.
+    """Build an architecture without connections, and check its weights like the weights of a variant.
 
     Args:
         architecture: Name of a registered architecture that is not a variant.

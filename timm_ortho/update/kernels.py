@@ -379,7 +379,7 @@ class Plan:
         return plain_update(x, f, self.a, self.b, self.dims, self.eps)
 
     def problem(self) -> str:
-        """Compare kernels with torch, forward and backward, on a few projections. Return what is wrong."""
+        """Compare kernels with torch, forward and backward, on a few projections, and return the problem or ""."""
         measured = []  # for each result: largest error divided by the tolerance, which is relative to the largest value
         with (torch.inference_mode(False), torch.enable_grad(), torch.autocast(self.device.type, enabled=False),
               torch.autograd.graph.saved_tensors_hooks(_same, _same)):  # a checkpoint counts all saved tensors

@@ -216,7 +216,7 @@ class Design:
         return Variant(cell, connection, options, base, **switch)
 
     def _check_arguments(self, requested: Mapping[str, Any], connections: set[str]) -> None:
-        """Raise a LabError if none of the connections accepts an argument."""
+        """Raise a LabError for an argument that no connection accepts."""
         cells = (changes["options"] for values in self.grid.values() for changes in values.values())
         given = {name for options in (requested, self.options, *cells) for name in options.get("model_kwargs") or {}}
         known = connections & CONNECTIONS.keys()  # `check_models` refuses unknown connections
