@@ -19,14 +19,15 @@ def keep_for_timm(model: nn.Module) -> None:
     no arguments describe the connections, ``_model_args`` gets a value that timm refuses to save.
     """
     for module in model.modules():
-        if not isinstance(vars(module).get("pretrained_cfg"), Mapping):
+        if not isinstance(vars(module).get("pretrained_cfg"), Mapping):  # not a whole model of timm
             continue
         try:
             arguments: Dict[str, Any] = connection_arguments(module)
         except ValueError:
             arguments = {"connection": type(sites(module)[0].connection)}
         problem = keep_arguments(module, arguments)
-        if not takes_source_arguments and not _is_default(module.pretrained_cfg.get("architecture") or "", arguments):
+        architecture = vars(module)["pretrained_cfg"].get("architecture") or ""
+        if not takes_source_arguments and not _is_default(architecture, arguments):
             problem = problem or ("timm before 1.0.31 saves no arguments, so save_for_hf does not save these "
                                   "connections: use timm_ortho.hub.export")
         if problem:
@@ -47,10 +48,11 @@ def keep_arguments(model: nn.Module, arguments: Dict[str, Any]) -> str:
                     "variants")
         stored = f"{base}{suffix}.{IMPORT_TAG}" if arguments else base
         if stored != cfg.get("architecture"):
-            model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": stored}
+            cfg = {**cfg, "architecture": stored}
+            vars(model).update(pretrained_cfg=cfg, default_cfg=cfg)
     kept = {name: value for name, value in vars(model).get("_model_args", {}).items()
             if name != "skip" and not name.startswith(("connection", "skip_"))}
-    model._model_args = {**kept, **{
+    vars(model)["_model_args"] = {**kept, **{
         name if name.startswith(("connection", "skip")) else f"connection_{name}": value
         for name, value in arguments.items()}}
     return ""
