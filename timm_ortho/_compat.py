@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOP
 __all__ = [
     "TorchDispatchMode", "adapt_model_from_file", "feature_take_indices", "load_model_config_from_path", "search_split"]
 
-# Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
-current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: {})
+# Return the arguments that rebuild a timm model. Before timm 1.0.31, only this package stores them, in variants.
+current_arguments: Any = getattr(timm.models, "get_model_args", lambda model: dict(vars(model).get("_model_args", {})))
 
 # Whether timm's filters of checkpoints use the arguments of the model that was saved, from timm 1.0.31 on.
 takes_source_arguments = "pretrained_model_args" in inspect.signature(timm.models.build_model_with_cfg).parameters

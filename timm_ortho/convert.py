@@ -30,6 +30,7 @@ from .blocks import (
 )
 from .connections import Connection, SiteSpec, arguments_of, check_arguments, create_connection, name_of
 from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
+from .saving import keep_for_timm
 from .skips import IDEMPOTENT, create_skip, known_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -217,6 +218,7 @@ def connect(
         _remove_unused(module for module, _, _ in converted)
         _spare_from_weight_decay(model)
         keep_in_config(model)
+        keep_for_timm(model)
     return model
 
 
@@ -258,6 +260,7 @@ def disconnect(model: ModelT) -> ModelT:
                 setattr(block.module, name, made)
         _spare_from_weight_decay(model)
         keep_in_config(model)
+        keep_for_timm(model)
     return model
 
 

@@ -27,7 +27,7 @@ FLOORS = [
     "lab diagnostics.representation skips.rewrites",
     "hub bench",
     "models diagnostics runs",
-    "convert arguments model_sites models.names models.variant_arguments",
+    "convert arguments model_sites saving models.names models.variant_arguments",
     "blocks routing",
     "connections skips",
     "update functional",

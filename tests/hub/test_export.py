@@ -90,7 +90,7 @@ HYBRID, LINEAR = dict(connection="hybrid", connection_eps=1e-6), dict(connection
     # connect and disconnect after create_model
     ("vit_small_ortho", lambda: timm_ortho.connect(tiny(), "global", eps=1e-3, layers=[0]),
      dict(connection="global", connection_eps=1e-3, connection_layers=[0])),
-    ("vit_tiny_patch16_224_ortho", lambda: timm_ortho.connect(
+    ("vit_tiny_patch16_224_orthog", lambda: timm_ortho.connect(
         created("vit_tiny_patch16_224", img_size=32, num_classes=3), "global"), GLOBAL),
     ("vit_small_ortho", lambda: timm_ortho.disconnect(tiny()), LINEAR),
     ("test_vit_ortho", lambda: timm_ortho.disconnect(created("test_vit_ortho")), LINEAR),
@@ -142,14 +142,46 @@ def test_a_model_that_timms_methods_have_changed(tmp_path, change):
     assert config(tmp_path / "out")["model_args"]["connection_eps"] == 1e-3
 
 
+SAVED = [
+    {"connection": "feature"}, {"connection": "global"}, {"connection": "linear"},
+    {"connection": "global", "prob": 0.25}, {"connection": "hybrid", "start": "linear"},
+    {"connection": "feature", "eps": 0.1, "layers": [1], "skip": "orthogonal_random"},
+]
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_vit_orthog"])
+def test_models_that_timm_saves(tmp_path, name):
+    """The loaded model is saved, too. In the second round, timm's model is one that was loaded as a variant."""
+    if name == "test_vit_orthog" and not KEEPS_ARGUMENTS:
+        pytest.skip("this release of timm does not store the arguments of a model")
+    model = created(name)
+    for arguments in SAVED if KEEPS_ARGUMENTS else SAVED[:2]:
+        timm_ortho.connect(model, **arguments)
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+        timm.models.save_for_hf(loaded(tmp_path), tmp_path, safe_serialization=True)
+        again = loaded(tmp_path)
+        assert torch.equal(logits(again, size=64), logits(model, size=64))
+        assert repr(timm_ortho.sites(again)) == repr(timm_ortho.sites(model))
+        assert again.pretrained_cfg["architecture"].endswith(("_ortho", "_orthog"))
+    assert config(tmp_path)["architecture"].startswith(f"{name.removesuffix('_orthog')}_ortho")
+    timm.models.save_for_hf(timm_ortho.disconnect(model), tmp_path, safe_serialization=True)
+    assert config(tmp_path)["architecture"] == name
+    assert torch.equal(logits(loaded(tmp_path), size=64), logits(model, size=64))
+    assert bool(timm_ortho.sites(loaded(tmp_path))) == (name == "test_vit_orthog")
+
+
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
-def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
-    """save_for_hf and push_to_hf_hub do not store the arguments of `connect`, as docs/hub.md states."""
-    model = tiny(connection="hybrid", connection_start="linear")
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))
-    timm.models.save_for_hf(timm_ortho.connect(model, "global"), tmp_path, safe_serialization=True)
-    assert config(tmp_path)["model_args"]["connection"] == "hybrid"
+def test_connections_that_timm_cannot_save(tmp_path):
+    model = timm_ortho.connect(created("test_vit"), Unregistered)
+    with pytest.raises(ValueError, match="Model argument 'connection' is not serializable"):
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    model.pretrained_cfg["architecture"] = "vgg11"
+    with pytest.warns(UserWarning, match="'vgg11' has no variant, so config.json cannot store its connections"):
+        timm_ortho.connect(model, "feature")
+
+
+class Unregistered(timm_ortho.FeatureConnection):
+    pass
 
 
 def test_wrappers_and_memory_formats_change_nothing(tmp_path):

@@ -37,12 +37,11 @@ from ..connections import CONNECTIONS
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
 from ..models import variants
-from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.coverage import bases
-from ..models.names import base_name, is_variant
-from ..models.variant_arguments import is_variant_argument, variant_argument
+from ..models.names import IMPORT_TAG, base_name, is_variant
 from ..runs.folders import check_sources, class_names, is_local, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
+from ..saving import keep_arguments
 from ..skips import SKIPS
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
@@ -186,32 +185,25 @@ class Publication:
         return card
 
     def _save(self, folder: Path, labels: Optional[Sequence[str]], license: Optional[str]) -> dict[str, Any]:
-        """Save weights and config.json as timm does, correct the arguments in config.json, and return its values.
+        """Save weights and config.json as timm does, and return the values of config.json.
 
         In the file, the name of a variant ends in the tag IMPORT_TAG. In the returned values, it has no tag.
         """
-        connection = _connection_arguments(self.model)
-        arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # replaced by `connection` below
+        _keep_arguments(self.model)
         names = _labels(self.model, self.run, labels)
-        self.model.pretrained_cfg = _pretrained_cfg(
-            self.model, self.run, _architecture(self.model, connection), license)
+        self.model.pretrained_cfg = _pretrained_cfg(self.model, self.run, license)
         try:
             save_for_hf(
-                self.model, folder, safe_serialization=True, model_args=arguments,
+                self.model, folder, safe_serialization=True, model_args=current_arguments(self.model),
                 model_config={"label_names": names} if names else None)
         except (TypeError, ValueError) as error:
             raise PublishError(f"config.json cannot store the arguments of the model: {error_text(error)}") from None
         file = folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8"))
         # timm reads num_classes from the top level; transformers' TimmWrapper fails if model_args contains it too.
-        kept = {name: value for name, value in config.get("model_args", {}).items()
-                if name != "num_classes" and not is_variant_argument(name)}
-        config["model_args"] = {**kept, **connection}
-        name = config["architecture"]
-        tagged = {**config, "architecture": f"{name}.{IMPORT_TAG}" if is_variant(name) else name}
-        file.write_text(json.dumps(tagged, indent=2), encoding="utf-8")
-        return config
+        config.setdefault("model_args", {}).pop("num_classes", None)
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        return {**config, "architecture": config["architecture"].removesuffix(f".{IMPORT_TAG}")}
 
     def _subject(self, config: Mapping[str, Any], license: Optional[str], revision: Optional[str]) -> Subject:
         base_model = split_revision(self.initial.get("hf_hub_id") or "")[0] or None  # the Hub accepts no revision here
@@ -252,29 +244,19 @@ def _detached(model: nn.Module) -> nn.Module:
     return copy
 
 
-def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments with which a variant has the connections of a model; empty without connections."""
+def _keep_arguments(model: nn.Module) -> None:
+    """Store the current arguments of the connections in a model, where timm reads them."""
     try:
         arguments = connection_arguments(model)
     except ValueError as error:
         raise PublishError(str(error)) from None
-    if not arguments and is_variant(model.pretrained_cfg.get("architecture")):  # after disconnect
-        return {"connection": "linear"}
-    return {variant_argument(name): value for name, value in arguments.items()}
-
-
-def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
-    """Return the name of a registered model that accepts the arguments of the connections."""
+    problem = keep_arguments(model, arguments)
     name = model.pretrained_cfg.get("architecture")
     if not name or not is_model(name):
         raise PublishError(f"the architecture '{name}' is not registered with timm, so the published model could not "
                            "be loaded: create a registered model with timm.create_model")
-    if is_variant(name) or not connection:
-        return name
-    if not is_model(f"{name}_ortho"):
-        raise PublishError(f"'{name}' has no variant, so config.json cannot store its connections: timm-ortho list "
-                           "prints the variants")
-    return f"{name}_ortho"
+    if problem:
+        raise PublishError(problem)
 
 
 # -------------------------------------------------------------------------------------------- config.json
@@ -326,16 +308,13 @@ _OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "lab
 _FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # recommended test settings of the base model's weights
 
 
-def _pretrained_cfg(
-        model: nn.Module,
-        run: Optional[Run],
-        architecture: str,
-        license: Optional[str],
-) -> dict[str, Any]:
+def _pretrained_cfg(model: nn.Module, run: Optional[Run], license: Optional[str]) -> dict[str, Any]:
     cfg = {**model.pretrained_cfg, **image_config(model, run.options if run is not None else {})}
     dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
     cfg = {key: value for key, value in cfg.items() if key not in dropped}
-    cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
+    name = cfg["architecture"].removesuffix(f".{IMPORT_TAG}")
+    cfg.update(architecture=f"{name}.{IMPORT_TAG}" if is_variant(name) else name, num_classes=model.num_classes,
+               custom_load=False)
     return {**cfg, "license": license} if license else cfg
 
 

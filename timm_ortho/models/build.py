@@ -1,8 +1,9 @@
 """Build and register variants: replace the residual additions of timm's model, then check and load its weights."""
 import sys
 from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Union
+from typing import Callable, Dict, Optional, Union
 
 from timm.models import (
     PretrainedCfg,
@@ -21,7 +22,7 @@ from ..diagnostics import record_if_requested
 from ..hub_client.errors import WeightsError
 from ..weights.checks import check_classes, check_finite, checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
-from .names import SUFFIXES, base_name
+from .names import IMPORT_TAG, SUFFIXES, base_name
 from .variant_arguments import pop_connect_arguments
 
 
@@ -43,6 +44,7 @@ def create(
         ValueError: A value is wrong, or an argument that begins with ``connection`` or ``skip_`` is unknown.
         WeightsError: The weights cannot be downloaded or do not fit, or a config.json is wrong.
     """
+    stored = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
     of_file = kwargs.pop("pretrained_model_args", None)
     with naming_the_source(pretrained_cfg):
         if pretrained and of_file is not None:
@@ -84,8 +86,7 @@ def create(
     restore_source(model, cfg)
     if pretrained and cfg.hf_hub_id and not cfg.file:
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # for model cards
-    # timm stores these arguments only from 1.0.31 on, and only in create_model.
-    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
+    model._model_args = stored  # timm stores these arguments only from 1.0.31 on, and only in create_model
     return record_if_requested(model) if arguments else model
 
 
@@ -113,15 +114,11 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
-# Tag of the architecture in an exported config.json. If timm_ortho is not imported, timm and transformers report an
-# unknown architecture with this tag, which names the package to import.
-IMPORT_TAG = "import_timm_ortho"
-
-
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
     """Return the requested configuration. A tag or None selects a configuration of the variant, not of timm's model."""
-    if requested and not isinstance(requested, str):
-        return requested
+    if requested and not isinstance(requested, str):  # of a config.json, or of timm's model
+        is_dict = isinstance(requested, dict)
+        return {**requested, "architecture": name} if is_dict else replace(requested, architecture=name)
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
         requested = None
     return get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
@@ -132,14 +129,6 @@ _NOT_STORED = frozenset((
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_model_args", "cache_dir",
     "scriptable", "device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate",
 ))
-
-
-def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that built a variant, except `_NOT_STORED` and the arguments of connections.
-
-    The result is empty for timm's own models.
-    """
-    return dict(getattr(model, "creation_arguments", {}))
 
 
 def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:

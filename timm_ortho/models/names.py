@@ -5,6 +5,10 @@ from .._text import did_you_mean
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # suffix -> connection
 
+# Tag of the architecture in an exported config.json. If timm_ortho is not imported, timm and transformers report an
+# unknown architecture with this tag, which names the package to import.
+IMPORT_TAG = "import_timm_ortho"
+
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a variant's name, or an empty string.
