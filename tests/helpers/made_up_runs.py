@@ -24,6 +24,10 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
     "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
+    "fine_tuning": ("", {"pretraining": ["a"], "arm": ["linear", "feature"]}, {"arm": "linear"}),
+    "fine_tuning_rates": ("", {"pretraining": ["a"], "arm": ["linear"], "lr": [3e-4, 6e-4]}, {"arm": "linear"}),
+    "fine_tuning_imagenet": ("", {"arm": ["linear", "feature"]}, {"arm": "linear"}),
+    "fine_tuning_imagenet_rates": ("", {"arm": ["linear"], "lr": [3e-4, 1e-3]}, {"arm": "linear"}),
     "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
 RECORDED = [name for name in GRIDS if name in design.shipped() and design.read(name).get("record")]

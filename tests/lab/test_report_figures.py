@@ -284,8 +284,9 @@ def test_a_perfect_correlation_has_no_p():
 @pytest.mark.parametrize("name", RECORDED)
 def test_plots_for_runs_of_train_py(name):
     axes = GRIDS[name][1]
-    cell = {axis: values[0] for axis, values in axes.items()}
-    runs = [train_py_run(connection, seed, cell) for connection in ("linear", "feature") for seed in range(2)]
+    cells = [{axis: values[index] for axis, values in axes.items()} for index in (0, -1)]
+    runs = [train_py_run(connection, seed, cell)
+            for cell in cells[:1 + bool(axes)] for connection in ("linear", "feature") for seed in range(2)]
     assert {figure_name.partition("_")[0] for figure_name in drawn(study_of(name), runs)} == {"training", "differences"}
 
 

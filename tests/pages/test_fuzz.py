@@ -42,7 +42,7 @@ WRONG = {
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_planted_error_is_reported_with_the_command_that_repeats_it(monkeypatch, capsys, change):
     monkeypatch.setattr(fuzz, "residual_update", planted(change))
-    assert fuzz.main([*FEW, "--seconds", "0.7", "--show", "1"]) == 1
+    assert fuzz.main([*FEW, "--seconds", "2", "--show", "1"]) == 1
     found, text, command, count = capsys.readouterr().out.splitlines()
     assert found.startswith("FAILED ")
     assert text.strip().startswith("x, f [")

@@ -156,7 +156,7 @@ class Written(nn.Module):
      ["cannot absorb VisionTransformer", "blocks.0.connection_attention, a FeatureConnection with groups=4; connect"]),
     (diagonalise, lambda: build("basic", "hybrid", groups=2), ["cannot diagonalise ResNetV2", "groups=2"]),
     (absorb, lambda: build("vit", HalfConnection, skip="orthogonal_tp", kinds="mlp"),
-     ["blocks.0.connection_mlp, a HalfConnection with groups=1; connect with linear, feature, global or hybrid"]),
+     ["blocks.0.connection_mlp, a HalfConnection with groups=1; connect with one of linear, feature, global, hybrid,"]),
     (absorb, lambda: Written(), ["cannot absorb Written: blocks.add is in a ModuleDict"]),
 ])
 def test_refused(rewrite, model, words):
