@@ -73,7 +73,8 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
 
 def build(options):
     size = {"img_size": options.img_size} if options.img_size and takes_img_size(options.model) else {}
-    given = {"seed": 0, "num_classes": 10, "in_chans": 1, "model_kwargs": {**size, **options.model_kwargs}}
+    given = {"seed": 0, "num_classes": 10, "in_chans": 1, "model_kwargs": {**size, **options.model_kwargs},
+             "pretrained": False}  # the files of the studies of fine-tuning are not part of the package
     return train.build_model(Namespace(**{**vars(options), **given}), 10, 1)
 
 
