@@ -49,7 +49,7 @@ class KernelUpdate(torch.autograd.Function):
     """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with the parameters of the norm if any.
 
     Without a norm, it saves as many tensors as :class:`TorchUpdate`, with the same shapes. A checkpointed block can
-    therefore be computed again with the other backend.
+    therefore be recomputed with another backend.
     """
 
     @staticmethod
