@@ -91,9 +91,8 @@ class Connection(nn.Module):
             ``forward`` must not read it, because TorchScript has no such type.
         card_text: The update of a residual block, for model cards.
         report_name: Name in reports, if it differs from the registered name.
-        any_basis: Whether a rotation of the channels of x and f rotates y, see :mod:`timm_ortho.skips.rewrites`.
 
-    Subclasses do not inherit the last three attributes.
+    Subclasses do not inherit the last two attributes.
 
     Example:
         >>> class Half(Connection):
@@ -434,7 +433,6 @@ class LinearConnection(Connection):
 
     card_text = f"{_ADDS}: y = x + f."
     report_name = "Linear"
-    any_basis = True
 
     def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
         super().__init__(dim, eps)
@@ -471,7 +469,6 @@ class FeatureConnection(Connection):
     card_text = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
                  f"orthogonal to x: y = x + f - s x with {_S}.")
     report_name = "Orthogonal-F"
-    any_basis = True
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
@@ -528,7 +525,6 @@ class GlobalConnection(FeatureConnection):
 
     card_text = FeatureConnection.card_text
     report_name = "Orthogonal-G"
-    any_basis = True
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, prob, keep)
@@ -559,7 +555,6 @@ class HybridConnection(Connection):
 
     card_text = (f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
                  f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_S}.")
-    any_basis = True
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,

@@ -193,14 +193,6 @@ class Skip(nn.Module):
             return self.width
         return average if self.own == 0.0 else self.width - average
 
-    @property
-    def is_orthogonal(self) -> bool:
-        return self.name in ("identity", "orthogonal_tp", "orthogonal_random")
-
-    @property
-    def is_idempotent(self) -> bool:
-        return self.name in ("identity", "idempotent_mr", "idempotent_cmr")
-
     def forward(self, x: Tensor) -> Tensor:
         """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
