@@ -143,7 +143,7 @@ class Written(nn.Module):
     (absorb, lambda: connect(nn.Sequential(MODELS["vit"]()), "linear"),
      ["cannot absorb Sequential", "only timm's VisionTransformer and ResNetV2"]),
     (absorb, lambda: build("vit", "feature", groups=4, skip="orthogonal_tp"),
-     ["cannot absorb VisionTransformer", "blocks.0.connection_attention, a FeatureConnection with groups=4; use a connection"]),
+     ["cannot absorb VisionTransformer", "blocks.0.connection_attention, a FeatureConnection with groups=4; use a"]),
     (diagonalise, lambda: build("basic", "hybrid", groups=2), ["cannot diagonalise ResNetV2", "groups=2"]),
     (absorb, lambda: build("vit", HalfConnection, skip="orthogonal_tp", kinds="mlp"),
      ["blocks.0.connection_mlp, a HalfConnection with groups=1; use a connection of timm_ortho with groups=1"]),
