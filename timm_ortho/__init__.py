@@ -13,7 +13,7 @@ from .connections import (
     register_connection,
 )
 from .convert import UnsupportedModelError, connect, disconnect
-from .diagnostics import Recorder, record, representation
+from .diagnostics import Recorder, record
 from .functional import decompose, residual_update
 from .hub import pull
 from .hub_client.errors import WeightsError
@@ -22,15 +22,13 @@ from .models import paper, skip_networks, variants  # registers the models
 from .models.variants import register_variants
 from .routing import RoutingError
 from .skips import SKIPS, Skip, create_skip, register_skip
-from .skips.rewrites import SkipRewriteError, absorb, diagonalise
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CONNECTIONS", "SKIPS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection",
-    "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "SkipRewriteError", "UnsupportedModelError",
-    "WeightsError", "absorb", "connect", "connection_arguments", "create_connection", "create_skip", "decompose",
-    "diagonalise", "disconnect", "hub", "not_residual", "paper", "pull", "record", "register_block",
-    "register_connection", "register_skip", "register_variants", "representation", "residual_update", "sites",
-    "skip_networks", "variants",
+    "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "UnsupportedModelError", "WeightsError", "connect",
+    "connection_arguments", "create_connection", "create_skip", "decompose", "disconnect", "hub", "not_residual",
+    "paper", "pull", "record", "register_block", "register_connection", "register_skip", "register_variants",
+    "residual_update", "sites", "skip_networks", "variants",
 ]

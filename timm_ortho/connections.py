@@ -1,8 +1,7 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
 Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
-of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. The classes
-have the formulas of y.
+of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. The classes have the formulas of y.
 
 :mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add your own connection,
 subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for the class with
@@ -25,6 +24,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, 
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._bytecode import uses
@@ -91,9 +91,8 @@ class Connection(nn.Module):
             ``forward`` must not read it, because TorchScript has no such type.
         card_text: The update of a residual block, for model cards.
         report_name: Name in reports, if it differs from the registered name.
-        any_basis: Whether a rotation of the channels of x and f rotates y, see :mod:`timm_ortho.skips.rewrites`.
 
-    Subclasses do not inherit the last three attributes.
+    Subclasses do not inherit the last two attributes.
 
     Example:
         >>> class Half(Connection):
@@ -107,6 +106,16 @@ class Connection(nn.Module):
     dims: Optional[List[int]]
     site = NO_SITE
     __jit_unused_properties__ = ("name",)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "forward" in vars(cls):
+            signature = inspect.signature(cls.forward)
+            try:
+                signature.bind(None, x=None, f=None, attn_mask=None)
+            except TypeError as error:
+                raise ValueError(f"{cls.__name__}.forward must accept (self, x, f, attn_mask=None), got {signature}: "
+                                 f"{error}") from None
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
@@ -139,6 +148,8 @@ class Connection(nn.Module):
         The weights are floats or 0-d tensors.
         """
         if not torch.jit.is_scripting():
+            if isinstance(attn_mask, CausalBias):
+                self.refuse_causal()
             if isinstance(parallel, Tensor):  # proxies of FX have no shape
                 check_weight("parallel", parallel)
             if isinstance(orthogonal, Tensor):
@@ -216,6 +227,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     if attn_mask is None:
         return None
     if not torch.jit.is_scripting():
+        if isinstance(attn_mask, CausalBias):
+            return None  # causal, without padding
         if has_torch_function_variadic(attn_mask, x):
             return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)  # FX records it
         if not isinstance(attn_mask, Tensor):
@@ -325,33 +338,21 @@ def create_connection(
         >>> create_connection("feature", dim=1, groups=4)
         FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
-    name, known = name_of(connection), arguments_of(connection)
-    make = _registered(connection)
     check_arguments(connection, arguments)
-    missing = [argument for argument, default in known.items()
-               if default is inspect.Parameter.empty and argument not in arguments]
-    if missing:
-        raise ValueError(f"connection {name!r} has arguments without a default: {', '.join(missing)}; pass their "
-                         "values, or add defaults")
+    make = _registered(connection)
     placed = {key: value for key, value in (("device", device), ("dtype", dtype)) if key in _parameters(make)}
     try:
         made = make(dim=dim, **placed, **arguments)
     except TypeError as error:
-        raise ValueError(f"connection {name!r}: {error}; known arguments are {', '.join(map(repr, known))}") from error
-    if not isinstance(made, Connection):
-        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
-    if "_modules" not in vars(made):
-        raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
-    signature = inspect.signature(made.forward)
-    try:
-        signature.bind(x=None, f=None, attn_mask=None)
-    except TypeError as error:
-        raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
-                         f"{error}") from None
-    made.skip = skip
+        raise ValueError(f"connection {name_of(connection)!r}: {error}; known arguments are "
+                         f"{', '.join(map(repr, arguments_of(connection)))}") from error
+    if not isinstance(made, Connection) or "eps" not in vars(made):
+        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection whose constructor calls "
+                         f"super().__init__(dim, eps), got {type(made).__name__}")
     cls = cast(type, type(made))
     if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
-        raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
+        raise ValueError(f"{cls.__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
+    made.skip = skip
     return made
 
 
@@ -434,7 +435,6 @@ class LinearConnection(Connection):
 
     card_text = f"{_ADDS}: y = x + f."
     report_name = "Linear"
-    any_basis = True
 
     def __init__(self, dim: int = -1, eps: float = 1e-6) -> None:
         super().__init__(dim, eps)
@@ -471,7 +471,6 @@ class FeatureConnection(Connection):
     card_text = (f"{_ADDS}. An orthogonal connection adds only the part of f that is\n"
                  f"orthogonal to x: y = x + f - s x with {_S}.")
     report_name = "Orthogonal-F"
-    any_basis = True
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
@@ -528,7 +527,6 @@ class GlobalConnection(FeatureConnection):
 
     card_text = FeatureConnection.card_text
     report_name = "Orthogonal-G"
-    any_basis = True
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, prob, keep)
@@ -559,7 +557,6 @@ class HybridConnection(Connection):
 
     card_text = (f"{_ADDS}. A hybrid connection learns the weights of the parts of f\nparallel and orthogonal to x: "
                  f"y = x + rho sin(theta) s x + rho cos(theta) (f - s x) with {_S}.")
-    any_basis = True
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
@@ -578,7 +575,7 @@ class HybridConnection(Connection):
         for parameter, value in zip((self.rho, self.theta), STARTS[self.start], strict=True):
             nn.init.constant_(parameter, value)
 
-    def in_use(self) -> List[Tensor]:
+    def clamped(self) -> List[Tensor]:
         """Return the clamped ``[rho, theta]`` as 0-d tensors."""
         rho, theta = self.rho[0], self.theta[0]
         rho = rho + (rho.clamp(min=0.0) - rho).detach()
@@ -588,7 +585,7 @@ class HybridConnection(Connection):
 
     def weights(self) -> List[Tensor]:
         """Return the weights ``[a, b]`` of the update as 0-d tensors."""
-        rho, theta = self.in_use()
+        rho, theta = self.clamped()
         return [rho * theta.sin(), rho * theta.cos()]
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:

@@ -188,16 +188,6 @@ class WithoutDim(Connection):
         super().__init__(-1, eps)
 
 
-class OtherNames(Connection):
-    def forward(self, stream, branch, attn_mask=None):
-        return stream + branch
-
-
-class OtherForward(Connection):
-    def forward(self, x, f, g):
-        return x
-
-
 class WithoutModule(Connection):
     def __init__(self, dim=-1, eps=1e-6):
         self.dim = dim
@@ -209,14 +199,12 @@ class WithoutDefault(Connection):
 
 
 @pytest.mark.parametrize(("connection", "message"), [
-    (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
-    (WithoutDefault, "connection 'WithoutDefault' has arguments without a default: tau; pass their values"),
-    (lambda dim, eps, tau: Clipped(dim, eps), "has arguments without a default: eps, tau; pass their values"),
+    (WithoutModule, r"must return a timm_ortho.Connection whose constructor calls super\(\).__init__\(dim, eps\)"),
+    (WithoutDefault, r"connection 'WithoutDefault': WithoutDefault.*missing 1 required positional argument: 'tau'"),
+    (lambda dim, eps, tau: Clipped(dim, eps), "missing 2 required positional arguments: 'eps' and 'tau'"),
     (Connection(), "connection must be a name, a class or a function .*, got an instance of Connection"),
     (WithoutDim, "WithoutDim must accept dim and eps .*; missing: dim"),
-    (OtherNames, r"OtherNames.forward must accept \(x, f, attn_mask=None\), got \(stream, branch, attn_mask=None\)"),
-    (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),
-    (lambda dim, eps=1e-6: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
+    (lambda dim, eps=1e-6: nn.Identity(), "must return a timm_ortho.Connection .*, got Identity"),
     (3, "connection must be a name, a class or a function .*, got 3"),
 ])
 def test_a_wrong_connection(registered, connection, message):
@@ -227,6 +215,13 @@ def test_a_wrong_connection(registered, connection, message):
         assert "\n" not in str(caught.value)
     assert type(model[0]) is MyBlock
     assert "other" not in timm_ortho.CONNECTIONS
+
+
+@pytest.mark.parametrize("forward", [lambda self, stream, branch, attn_mask=None: stream, lambda self, x, f, g: x])
+def test_a_wrong_forward_of_a_connection(forward):
+    with pytest.raises(ValueError, match=r"^Own.forward must accept \(self, x, f, attn_mask=None\), got ") as error:
+        type("Own", (FeatureConnection,), {"forward": forward})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "message"), [

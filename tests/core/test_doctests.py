@@ -10,6 +10,7 @@ import timm
 import torch
 
 import timm_ortho
+from timm_ortho.lab import representation
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 MODULES = [
@@ -37,7 +38,7 @@ def test_examples(name, tmp_path, monkeypatch, capfd):
 
 def test_public_functions_have_examples():
     public = {
-        name: function for module in (timm_ortho, timm_ortho.hub, timm_ortho.representation)
+        name: function for module in (timm_ortho, timm_ortho.hub, representation)
         for name, function in vars(module).items()
         if inspect.isfunction(function) and function.__module__.startswith("timm_ortho") and name[0] != "_"
     }

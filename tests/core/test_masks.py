@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from helpers.padded import KEYS, LENGTHS, MASK, OF_SAMPLES, SQUARE, additive, batch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask
 
 from timm_ortho import CONNECTIONS, create_connection, residual_update
@@ -117,6 +118,15 @@ def test_unsupported_masks_are_refused(shape, dtype, x):
 def test_a_mask_of_another_type_is_refused():
     with pytest.raises(ValueError, match="must be a tensor or a BlockMask, got list"):
         real_tokens([[True]], LONG)
+
+
+def test_a_causal_bias_is_refused():
+    for name in CONNECTIONS:
+        if name not in OVER_TOKENS:
+            create_connection(name)(LONG, LONG, causal_lower_right(8, 8))
+    for bias in (causal_lower_right(8, 8), causal_upper_left(8, 8)):
+        with pytest.raises(ValueError, match=r"attention is causal: .* Use the connection 'feature' or"):
+            create_connection("global")(LONG, LONG, bias)
 
 
 def test_masks_of_flex_attention():

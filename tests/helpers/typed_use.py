@@ -5,6 +5,7 @@ import timm
 from torch import Tensor, nn
 
 import timm_ortho
+from timm_ortho.lab import representation, rewrites
 
 
 class Mine(timm_ortho.Connection):
@@ -22,7 +23,7 @@ def use(model: Model, x: Tensor, f: Tensor) -> List[str]:
     connected: Model = timm_ortho.connect(model, "feature", eps=1e-6, layers=[0, 1])
     connected = timm_ortho.connect(model, Mine)
     plain: Model = timm_ortho.disconnect(connected)
-    absorbed: Model = timm_ortho.absorb(timm_ortho.diagonalise(plain))
+    absorbed: Model = rewrites.absorb(rewrites.diagonalise(plain))
     y: Tensor = timm_ortho.residual_update(x, f, dim=(2, 3), eps=1e-6)
     made: timm_ortho.Connection = timm_ortho.create_connection("hybrid", dim=1, start="linear")
     make: Callable[..., timm_ortho.Connection] = timm_ortho.CONNECTIONS["feature"]
@@ -32,7 +33,7 @@ def use(model: Model, x: Tensor, f: Tensor) -> List[str]:
     timm_ortho.not_residual(Model, "an embedding")
     skip: nn.Module | None = timm_ortho.sites(absorbed)[0].connection.skip
     made.skip = skip or timm_ortho.create_skip("scaled", 8, count=2)
-    rank: float = timm_ortho.representation.effective_rank(y)
+    rank: float = representation.effective_rank(y)
     recorder: timm_ortho.Recorder = timm_ortho.record(model, every=10)
     try:
         pulled: nn.Module = timm_ortho.pull("me/model", num_classes=int(rank))

@@ -13,7 +13,7 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import SKIPS, connect, connection_arguments, create_skip, hub, register_skip, sites
-from timm_ortho.skips.rewrites import SkipRewriteError, absorb, diagonalise
+from timm_ortho.lab.rewrites import SkipRewriteError, absorb, diagonalise
 
 PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "transformations.md"
 

@@ -95,7 +95,6 @@ def test_orthogonal(name, width):
     p = skip(torch.eye(width)).T.double()  # computed in float32 by the fast algorithm
     torch.testing.assert_close(p.T @ p, torch.eye(width).double(), rtol=0, atol=1e-6)
     assert skip.rank == width
-    torch.testing.assert_close(skip.transpose(skip(torch.eye(width))), torch.eye(width), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [2, 3, 5, 7, 11, 13, 37])
@@ -139,7 +138,8 @@ def test_equals_multiplication_by_the_dense_matrix(name, width):
         module = create_skip(skip, width, dim=dim, **arguments)
         y = module(x)
         torch.testing.assert_close(y, (x.movedim(dim, -1) @ p.T).movedim(-1, dim))
-        torch.testing.assert_close(module.transpose(x), (x.movedim(dim, -1) @ p).movedim(-1, dim))
+        _, pullback = torch.func.vjp(module, x)
+        torch.testing.assert_close(pullback(x)[0], (x.movedim(dim, -1) @ p).movedim(-1, dim))
         torch.testing.assert_close(module.matrix(), p)
 
 
@@ -156,15 +156,6 @@ def test_branches_are_blocks_of_channels(name, branches):
     x = torch.randn(3, 2, 24, dtype=torch.float64)
     p = dense(name, 24, branches)
     torch.testing.assert_close(create_skip(name, 24, branches=branches)(x), x @ p.T)
-
-
-def test_gradients_are_no_views():
-    """Autograd adds to a gradient in place only if no other tensor shares its memory. Views share memory."""
-    module, gradients = create_skip("orthogonal_tp", 24, dim=1), []
-    x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
-    x.register_hook(gradients.append)
-    module(x).sum().backward()
-    assert not gradients[0]._is_view()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -188,10 +179,10 @@ def test_autocast_keeps_the_dtype_of_the_stream(name):
     with torch.autocast("cpu", torch.bfloat16):
         y, of_compiler = module(x), compiled(x)
         z = module(x) + torch.randn(3, 48, dtype=torch.bfloat16)
-        gradient, = torch.autograd.grad(y, x, y.detach())
+    gradient, = torch.autograd.grad(y, x, y.detach())
     assert torch.equal(y, module(x))
     assert torch.equal(of_compiler, y)
-    assert torch.equal(gradient, module.transpose(y))
+    torch.testing.assert_close(gradient, y.detach() @ module.matrix(torch.float32))
     assert z.dtype == torch.float32
 
 
@@ -220,17 +211,18 @@ def test_batches_of_gradients_and_linearize(name):
     x, v = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 6, dtype=torch.float64)
     g = torch.randn(4, *x.shape, dtype=x.dtype)
     batched, = torch.autograd.grad(skip(x), x, g, is_grads_batched=True)
-    torch.testing.assert_close(batched, torch.stack([skip.transpose(one) for one in g]))
+    torch.testing.assert_close(batched, g @ skip.matrix())
     _, derivative = torch.func.linearize(lambda x: skip(x * x), x.detach())
     for _ in range(2):
         torch.testing.assert_close(derivative(v), skip(2 * x * v))
 
 
-def test_keeps_nothing_for_the_backward_pass():
-    kept = []
+@pytest.mark.parametrize("name", MAPS)
+def test_keeps_only_matrices_for_the_backward_pass(name):
+    kept, (skip, arguments) = [], MAPS[name]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        create_skip("orthogonal_random", 24)(torch.randn(3, 24, requires_grad=True))
-    assert kept == []
+        create_skip(skip, 24, **arguments)(torch.randn(100, 24, requires_grad=True))
+    assert sum(tensor.numel() for tensor in kept) <= 24 * 24
 
 
 # ------------------------------------------------------------------------------------------- compilers, copies
@@ -264,7 +256,7 @@ def test_a_default_device_changes_nothing(name):
             module(f[:, :12])
         assert torch.equal(traced(x), y)
     assert torch.equal(module(x), y)
-    assert y.grad_fn.name() == module(x).grad_fn.name() == "_MappedBackward"
+    assert y.grad_fn.name() == module(x).grad_fn.name()
     assert len([node for node in traced.graph.nodes if node.target is skips.plain_skip]) == 1
 
 
@@ -277,7 +269,7 @@ def test_torch_function_of_subclasses_is_called():
 
     asked, module, x = [], create_skip("orthogonal_tp", 24), torch.randn(3, 24)
     y = module(x.as_subclass(Stream))
-    assert asked == [skips.plain_skip]
+    assert asked.count(skips.plain_skip) == 1
     assert torch.equal(y.as_subclass(torch.Tensor), module(x))
 
 
@@ -365,7 +357,6 @@ def test_bad_arguments_of_create_skip(kwargs, message):
 @pytest.mark.parametrize("name", SKIPS)
 def test_an_input_of_a_wrong_width(name):
     module = create_skip(name, 12, dim=1)
-    for call in (module, module.transpose):
-        with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "
-                                             r"\(2, 24, 3\)"):
-            call(torch.randn(2, 24, 3))
+    with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "
+                                         r"\(2, 24, 3\)"):
+        module(torch.randn(2, 24, 3))

@@ -1,6 +1,5 @@
-"""Measure the stream during training, and compare the features of models."""
-from . import representation
+"""Measure the stream during training."""
 from .dynamics import Recorder, SiteDynamics, record, record_dynamics
 from .recording_file import record_if_requested
 
-__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics", "record_if_requested", "representation"]
+__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics", "record_if_requested"]

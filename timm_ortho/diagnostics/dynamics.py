@@ -339,7 +339,7 @@ class _Pass:
     def add(self, index: int, means: Tensor) -> None:
         connection = self.sites[index].connection
         if isinstance(connection, HybridConnection):
-            learned = torch.stack(connection.in_use())
+            learned = torch.stack(connection.clamped())
             means = torch.cat([means, learned.to(means)])
         self.means.setdefault(index, []).append(means)
 

@@ -43,7 +43,6 @@ from ..runs.folders import check_sources, class_names, is_local, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
 from ..saving import keep_arguments
 from ..skips import SKIPS
-from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
 
 Model = Union[nn.Module, str, Path]
@@ -232,9 +231,6 @@ class Publication:
 def _detached(model: nn.Module) -> nn.Module:
     """Return a contiguous copy on the CPU in evaluation mode, without the wrappers of DDP and torch.compile."""
     bare = unwrap_model(model)
-    if any(isinstance(module, ChangeOfBasis) for module in bare.modules()):
-        raise PublishError("timm_ortho.absorb or diagonalise rewrote the model, and config.json cannot store this "
-                           "change: publish the original model")
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier of timm.create_model: it has no pretrained_cfg "
                            "or no num_classes, which config.json needs")

@@ -11,6 +11,8 @@
 | `train_options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
 | `paper` | contains the papers' numbers |
+| `representation` | compares the features of two models |
+| `rewrites` | rewrites a network with skip transforms as an equivalent network |
 
 Planning, running and reporting share only the folders of the runs. `import timm_ortho` does not import the lab.
 """

@@ -1,7 +1,4 @@
-"""Skip transforms: fixed linear maps of the stream (Wang et al., 2017).
-
-:mod:`timm_ortho.skips.rewrites` rewrites a network that has skip transforms as an equivalent network.
-"""
+"""Skip transforms: fixed linear maps of the stream (Wang et al., 2017)."""
 from .transforms import IDEMPOTENT, SKIPS, Skip, create_skip, known_skip, plain_skip, register_skip
 
 __all__ = ["IDEMPOTENT", "SKIPS", "Skip", "create_skip", "known_skip", "plain_skip", "register_skip"]

@@ -20,8 +20,7 @@ orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is
 P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
 pass over the stream per factor. Memory bandwidth limits each pass, so adjacent factors are multiplied into matrices of
 at most 64 rows; only a larger prime factor has more. For example, 256 channels need two passes with 16 x 16 matrices
-instead of eight with 2 x 2 matrices.
-The backward pass applies P^T and saves no tensor.
+instead of eight with 2 x 2 matrices. Autograd saves only these matrices.
 
 Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
 parameters or buffers and add nothing to the state dict. They depend only on their arguments, including a seed.
@@ -29,14 +28,14 @@ parameters or buffers and add nothing to the state dict. They depend only on the
 import inspect
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .._checks import IMPORT_HINT, check_count, check_new_name, known_name
-from .._compat import is_batched, is_plain, is_recorded, is_transformed
+from .._compat import is_plain, is_recorded, is_transformed
 from ..update.formula import accumulate_in, in_dtype
 from .kronecker import factors
 
@@ -44,8 +43,7 @@ from .kronecker import factors
 # -------------------------------------------------------------------------------------- the map as a function
 @torch.jit.script_if_tracing  # a trace would contain the sizes of one stream as constants
 def plain_skip(
-        x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int,
-        transposed: bool = False) -> Tensor:
+        x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int) -> Tensor:
     """Return ``P x`` in operations that TorchScript, FX and ``torch.export`` support.
 
     Args:
@@ -53,7 +51,6 @@ def plain_skip(
         own, mean, branches: P = ``own`` I + ``mean`` P_MR with B branches, if ``matrices`` is empty.
         matrices: Factors of the Kronecker product P.
         dim: Channel axis.
-        transposed: Apply P^T instead of P.
 
     Returns:
         A tensor of the shape, dtype and memory format of ``x``.
@@ -63,16 +60,14 @@ def plain_skip(
         tensor([3., 4., 3., 4.])
     """
     if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
-        if not isinstance(x, Tensor):  # FX records one call of this function
-            call = (x, own, mean, branches, matrices, dim, transposed)
-            return x.__torch_function__(plain_skip, (type(x),), call, {})
+        if has_torch_function_unary(x):  # FX records one call of this function
+            return handle_torch_function(plain_skip, (x,), x, own, mean, branches, matrices, dim)
     dtype = accumulate_in(x.dtype)
     tensors = [torch.tensor(matrix, dtype=dtype, device=x.device) for matrix in matrices]
-    return _transformed(x, own, mean, branches, tensors, dim, transposed)
+    return _transformed(x, own, mean, branches, tensors, dim)
 
 
-def _transformed(
-        x: Tensor, own: float, mean: float, branches: int, tensors: List[Tensor], dim: int, transposed: bool) -> Tensor:
+def _transformed(x: Tensor, own: float, mean: float, branches: int, tensors: List[Tensor], dim: int) -> Tensor:
     """Compute :func:`plain_skip` with the matrices as tensors in the accumulation dtype."""
     width, inner = x.shape[dim], 1
     last = x.stride(dim) == 1  # move channels that are adjacent in memory (tokens, channels-last) to the last axis
@@ -84,10 +79,9 @@ def _transformed(
     y = y.to(accumulate_in(x.dtype))
     if len(tensors) > 0:
         below = width * inner  # divided by the size of each factor, this is the stride of the axis on which it acts
-        for tensor in tensors:
-            size = tensor.shape[0]
+        for matrix in tensors:
+            size = matrix.shape[0]
             below = below // size
-            matrix = tensor.t() if transposed else tensor
             if below == 1:
                 y = y.reshape(-1, size) @ matrix.t()
             else:
@@ -98,28 +92,12 @@ def _transformed(
     else:
         parts = y.reshape(-1, branches, width // branches * inner)
         means = parts.mean(1, keepdim=True)
-        y = means.expand_as(parts) if own == 0.0 else _plus(own * parts, mean, means)
+        y = means.expand_as(parts) if own == 0.0 else own * parts + mean * means
     y = in_dtype(y.reshape(shape), x.dtype)
     return y.movedim(-1, dim) if last else y
 
 
-def _plus(y: Tensor, mean: float, means: Tensor) -> Tensor:
-    """Return ``y + mean means``. Recorded code has no argument ``alpha``, which some converters ignore or refuse."""
-    if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
-        if not is_recorded():
-            return torch.add(y, means, alpha=mean)
-    return y + mean * means
-
-
 # ---------------------------------------------------------------------------------------- the map as a module
-def _overrides(x: Tensor) -> bool:
-    """Return whether the class of ``x`` overrides torch functions, as FX proxies do.
-
-    An active ``TorchFunctionMode`` alone does not count.
-    """
-    return not is_plain(x) and has_torch_function((x,))
-
-
 def _without_autocast(device: str) -> ContextManager:
     """Disable autocast, which would cast a float32 stream to half precision for matrix products.
 
@@ -135,24 +113,10 @@ def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) ->
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
-_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # as buffers, they would be copied, saved and cast with the module
-
-
-class _Mapped(torch.autograd.Function):
-    """Compute ``P x`` or ``P^T x``.
-
-    Without this class, autograd would save matrices, and a backward pass under autocast would use half precision.
-    """
-
-    @staticmethod
-    def forward(ctx, x, skip, transposed):
-        ctx.skip, ctx.transposed = skip, transposed
-        # If x is a gradient, autograd may add to the result in place. This fails for views, so detach the result.
-        return skip.compute(x, transposed).detach()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.skip.apply_to(g, not ctx.transposed), None, None
+@lru_cache(maxsize=1024)  # as buffers, they would be copied, saved and cast with the module
+def _cached_tensors(*arguments: Any) -> List[Tensor]:
+    with torch.inference_mode(False):  # training may use the tensors later
+        return _tensors(*arguments)
 
 
 class Skip(nn.Module):
@@ -193,14 +157,6 @@ class Skip(nn.Module):
             return self.width
         return average if self.own == 0.0 else self.width - average
 
-    @property
-    def is_orthogonal(self) -> bool:
-        return self.name in ("identity", "orthogonal_tp", "orthogonal_random")
-
-    @property
-    def is_idempotent(self) -> bool:
-        return self.name in ("identity", "idempotent_mr", "idempotent_cmr")
-
     def forward(self, x: Tensor) -> Tensor:
         """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
@@ -210,33 +166,23 @@ class Skip(nn.Module):
         if torch.jit.is_scripting():
             return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)
         else:
-            return self.apply_to(x, False)
+            return self._compute(x)
 
-    def transpose(self, x: Tensor) -> Tensor:
-        """Return ``P^T x``, the inverse for an orthogonal map."""
-        return self.apply_to(x, True)
-
-    def apply_to(self, x: Tensor, transposed: bool) -> Tensor:
-        """Return ``P x`` or ``P^T x``, in a form that the active compiler or tracer supports."""
-        plain = x, self.own, self.mean, self.branches, self.matrices, self.dim, transposed
-        if _overrides(x):
-            return x.__torch_function__(plain_skip, (type(x),), plain, {})
+    def _compute(self, x: Tensor) -> Tensor:
+        """Return ``P x`` in a form that the active compiler or tracer supports."""
+        if not isinstance(x, Tensor):  # FX's proxies have no sizes
+            return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)
         if not torch.jit.is_tracing() and (x.dim() == 0 or x.shape[self.dim] != self.width):
             raise ValueError(f"skip {self.name!r} is for {self.width} channels on axis {self.dim}, "
                              f"got a stream of shape {tuple(x.shape)}")
+        is_compiled = torch.compiler.is_compiling() and not is_recorded()
         with _without_autocast(x.device.type):
-            if torch.compiler.is_compiling() and not is_recorded():
-                return self.compute(x, transposed)
             # matrices made under a functorch transform or by a tensor subclass must not be cached
-            if is_recorded() or is_transformed() or is_batched(x) or not is_plain(x):
-                return plain_skip(*plain)
-            return _Mapped.apply(x, self, transposed)
-
-    def compute(self, x: Tensor, transposed: bool) -> Tensor:
-        """Return ``P x`` or ``P^T x``, for compiled code and for ``_Mapped``."""
-        make = _tensors if torch.compiler.is_compiling() else _cached_tensors
-        tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
-        return _transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
+            if not is_compiled and (is_recorded() or is_transformed() or not is_plain(x)):
+                return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)
+            make = _tensors if is_compiled else _cached_tensors
+            tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
+            return _transformed(x, self.own, self.mean, self.branches, tensors, self.dim)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return P as a dense matrix ``[width, width]`` on the CPU."""

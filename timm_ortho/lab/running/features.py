@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...diagnostics import representation
-from .. import LabError, whole_file
+from .. import LabError, representation, whole_file
 
 _FILE = "features.npy"
 

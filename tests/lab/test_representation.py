@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import timm_ortho  # registers the variants
-from timm_ortho import representation
+from timm_ortho.lab import representation
 
 
 def randn(*shape, seed=0):

@@ -24,7 +24,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Unio
 import torch
 from torch import Tensor, nn
 
-from .dynamics import evaluation
+from ..diagnostics.dynamics import evaluation
 
 Extract = Callable[[nn.Module, Tensor], Tensor]
 

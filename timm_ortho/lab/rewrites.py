@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import spec_of
-from ..connections import CONNECTIONS, declared
+from ..connections import Connection
 from ..model_sites import Site, sites
-from .transforms import Skip
+from ..skips import IDEMPOTENT, Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -43,6 +43,9 @@ _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.resnetv2.PreActBasic", "conv"): ("norm1", "drop_path"),
     ("timm.models.resnetv2.PreActBottleneck", "conv"): ("norm1", "drop_path"),
 }
+
+
+_SKIPS = {"orthogonal": ("identity", "orthogonal_tp", "orthogonal_random"), "idempotent": ("identity", *IDEMPOTENT)}
 
 
 class SkipRewriteError(ValueError):
@@ -224,14 +227,11 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
             raise SkipRewriteError(
                 f"cannot {verb} {name}: {site.name} is in a {cls}, which may normalise, gate or activate its stream; "
                 f"supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
-        if not vars(type(site.connection)).get("any_basis") or site.connection.groups > 1:
-            known = ", ".join(name for name in CONNECTIONS if declared(name, "any_basis"))
+        if type(site.connection).__module__ != Connection.__module__ or site.connection.groups > 1:
             got = f"{type(site.connection).__name__} with groups={site.connection.groups}"
-            raise SkipRewriteError(
-                f"cannot {verb} {name}: a change of basis may change the result of {site.name}, a {got}; connect with "
-                f"one of {known}, and groups=1")
-        # is_orthogonal or is_idempotent
-        if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
+            raise SkipRewriteError(f"cannot {verb} {name}: a change of basis may change the result of {site.name}, a "
+                                   f"{got}; use a connection of timm_ortho with groups=1")
+        if skip is not None and not (isinstance(skip, Skip) and skip.name in _SKIPS[kind]):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} requires {kind} skips, got {got} at {site.name} of {name}")
         p = torch.eye(spec.widths(block)[site.kind], dtype=torch.float64) if skip is None else skip.matrix()
