@@ -8,7 +8,7 @@ from timm_ortho import bench
 from timm_ortho.bench import BenchError
 from timm_ortho.lab import paper
 from timm_ortho.lab.costs import measure as cost
-from timm_ortho.runs.provenance import device_name
+from timm_ortho.run_folder import device_name
 
 
 # ---------------------------------------------------------------------- FLOPs of modules (the paper's Table 1a)

@@ -14,7 +14,7 @@ from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from ...runs.provenance import made_with
+from ...run_folder import made_with
 from .. import LabError, read_user_yaml, shipped_files
 from ..planning.design import COST_STUDIES, SCALES
 from ..reporting import report

@@ -33,7 +33,7 @@ from ...diagnostics.dynamics import evaluation
 from ...functional import decompose
 from ...model_sites import Site, sites
 from ...models.skip_networks import SkipNetwork
-from ...runs.provenance import device_name
+from ...run_folder import device_name
 
 Row = dict[str, Any]
 aten = torch.ops.aten
