@@ -592,7 +592,7 @@ def _show(parsed: argparse.Namespace) -> int:
     except UnicodeEncodeError:
         text = show.as_text(measured, ascii_only=True)
     print(text)
-    print(show.with_norm(model), file=sys.stderr)  # the table alone goes to stdout
+    print(show.fused_norms(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 

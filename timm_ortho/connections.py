@@ -24,7 +24,6 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, 
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._bytecode import uses
@@ -148,7 +147,7 @@ class Connection(nn.Module):
         The weights are floats or 0-d tensors.
         """
         if not torch.jit.is_scripting():
-            if isinstance(attn_mask, CausalBias):
+            if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, which few models need
                 self.refuse_causal()
             if isinstance(parallel, Tensor):  # proxies of FX have no shape
                 check_weight("parallel", parallel)
@@ -227,8 +226,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     if attn_mask is None:
         return None
     if not torch.jit.is_scripting():
-        if isinstance(attn_mask, CausalBias):
-            return None  # causal, without padding
+        if type(attn_mask).__name__ == "CausalBias":
+            return None  # it has no padding
         if has_torch_function_variadic(attn_mask, x):
             return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)  # FX records it
         if not isinstance(attn_mask, Tensor):

@@ -120,8 +120,9 @@ class Route:
             draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
 
     Attributes:
+        source: The source of the method with calls of connections, for :func:`subclass_of`.
         branch_first: For each addition, whether the stream is its right summand.
-        with_norm: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
+        next_norms: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
             of this norm. Both are computed in one call. If an addition is on both sides of an ``if``, one side
             suffices.
 
@@ -132,8 +133,8 @@ class Route:
         >>> import timm
         >>> block = timm.models.resnet.BasicBlock
         >>> route = Route(block, [Sum("shortcut", "connection_conv")])
-        >>> route.subclass(name="Routed", module="__main__").__mro__[1] is block
-        True
+        >>> print(route.source.splitlines()[-3].strip())
+        x = self.connection_conv(shortcut, x)
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Route:
             raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
                                "the wrapper as a decorator in the class")
         self._arguments = sums, self.method, mask, sides_differ, keeps_order
-        self.tree, router = self.replaced(tree)
+        tree, router = self.replaced(tree)
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
@@ -179,14 +180,15 @@ class Route:
         if router.calls and "is_causal" in inspect.signature(self.method).parameters:
             connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
-            self.tree.body[0].body[:0] = ast.parse("\n".join(check)).body
+            tree.body[0].body[:0] = ast.parse("\n".join(check)).body
         self.branch_first = router.branch_first
         self._paths = router.paths
-        self.with_norm: Dict[str, str] = {}
+        self.next_norms: Dict[str, str] = {}
         if self.method.__globals__.get("torch") is torch and "torch" not in router.local:  # for torch.jit.is_scripting
             norms = _Norms(self.method, router.calls)
-            norms.rewrite(self.tree)
-            self.with_norm = norms.found
+            norms.rewrite(tree)
+            self.next_norms = norms.found
+        self.source = ast.unparse(tree)
 
     def replaced(self, tree: ast.Module) -> Tuple[Any, "Router"]:
         """Replace the additions in a syntax tree of the method. Return the tree and the router, which has the calls."""
@@ -201,44 +203,44 @@ class Route:
         namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
         return [any(all(_may_hold(code, namespace, own) for code in path) for path in paths) for paths in self._paths]
 
-    def subclass(self, *, name: str, module: str) -> type:
-        """Return the subclass of the host whose additions are calls of connections.
 
-        Args:
-            name: Name of the new class.
-            module: Name of the module from which it can be imported, for example by pickle.
+def subclass_of(block: type, method: str, source: str, *, name: str, module: str) -> type:
+    """Return a subclass of a block class with another method.
 
-        Raises:
-            RoutingError: The method cannot be rebuilt in a subclass.
-        """
-        try:
-            return subclass_of(self.block, self.name, ast.unparse(self.tree), name=name, module=module)
-        except Exception as error:  # for example a lambda, or a base class that refuses subclasses
-            raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
+    Args:
+        block: The host.
+        method: Name of the method.
+        source: The source of the new method, see :attr:`Route.source`.
+        name: Name of the new class.
+        module: Module of the new class.
 
-
-def subclass_of(block: type, name_of_method: str, source: str, *, name: str, module: str) -> type:
-    """Return the subclass of a host with the generated ``source`` of a method, see :meth:`Route.subclass`."""
+    Raises:
+        RoutingError: The method cannot be rebuilt in a subclass.
+    """
     filename = f"<{module}.{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    host: FunctionType = inspect.unwrap(getattr(block, name_of_method))
+    host: FunctionType = inspect.unwrap(getattr(block, method))
     # the method's default arguments may use names of the class body
-    local = dict(vars(next(cls for cls in block.__mro__ if name_of_method in vars(cls))))
+    local = dict(vars(next(cls for cls in block.__mro__ if method in vars(cls))))
     # the only feature of __future__ that current versions of Python do not always enable
     flags = host.__code__.co_flags & __future__.annotations.compiler_flag
-    exec(compile(source, filename, "exec", flags, dont_inherit=True), host.__globals__, local)
-    method = local[host.__name__]
-    plain = inspect.unwrap(method)  # its default arguments were evaluated when the class was defined
+    try:
+        exec(compile(source, filename, "exec", flags, dont_inherit=True), host.__globals__, local)
+        new = local[host.__name__]
+        routed = type(block)(name, (block,), {
+            "__module__": module,
+            "__qualname__": name,
+            "__doc__": f"{block.__name__} of {block.__module__} with connections.",
+            method: new,
+        })
+    except Exception as error:  # for example a lambda, or a base class that refuses subclasses
+        raise RoutingError(f"{block.__module__}.{block.__qualname__}: {method} cannot be rebuilt in a subclass: "
+                           f"{error!r}") from error
+    plain = inspect.unwrap(new)  # its default arguments were evaluated when the class was defined
     plain.__defaults__, plain.__kwdefaults__ = host.__defaults__, host.__kwdefaults__
-    method.__qualname__ = f"{name}.{method.__name__}"
-    method.__doc__ = host.__doc__
-    routed = type(block)(name, (block,), {
-        "__module__": module,
-        "__qualname__": name,
-        "__doc__": f"{block.__name__} of {block.__module__} with connections.",
-        name_of_method: method,
-    })
-    routed.__name__ = block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
+    new.__qualname__ = f"{name}.{new.__name__}"
+    new.__doc__ = host.__doc__
+    routed.__name__ = block.__name__  # FSDP's policies use __name__
     return routed
 
 

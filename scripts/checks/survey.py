@@ -18,7 +18,7 @@ import torch
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
-from timm_ortho.blocks import spec_of, with_norm as norms
+from timm_ortho.blocks import next_norms, spec_of
 from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 
@@ -60,7 +60,7 @@ def survey(module: str) -> dict:
             left_out[name] = reason(model, error)
         else:
             following = [getattr(block, norm) for block in model.modules() if (spec := spec_of(block))
-                         for norm in norms(block, spec).values()]
+                         for norm in next_norms(block, spec).values()]
             if count := sum(not isinstance(norm, torch.nn.Identity) for norm in following):
                 with_norm[name] = count
     return {"covered": covered, "left_out": left_out, "with_norm": with_norm}

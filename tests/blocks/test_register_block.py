@@ -24,7 +24,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.blocks import lookup, routed
+from timm_ortho.blocks import lookup
 from timm_ortho.connections import SiteSpec
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -119,7 +119,6 @@ def test_a_block_of_a_script_is_sent_to_another_process(tmp_path, start):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run([sys.executable, tmp_path / "script.py", start], capture_output=True, text=True)
     assert done.stdout == "4 feature True\n", done.stderr
-    assert not hasattr(routed, "__path__")
 
 
 def test_a_copy_that_was_assigned_again_is_a_branch():
@@ -253,8 +252,11 @@ def test_a_cell_that_registers_a_class_again():
 
     for _ in range(2):
         timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: block.f.out_features)
-    with pytest.raises(ValueError, match="already registered with width="):
-        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: 8)
+    assert connect(Block(), skip="scaled").connection_mlp.skip.width == 8
+    timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=4)
+    assert connect(Block(), skip="scaled").connection_mlp.skip.width == 4
+    with pytest.raises(ValueError, match=r"already registered with stream='x', kinds=\('mlp',\): connect without"):
+        timm_ortho.register_block(Block, stream="y", kinds=("conv",))
 
 
 def test_a_class_that_is_defined_again_needs_its_own_registration():
@@ -392,7 +394,7 @@ def enclosed():
      r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, "
      "define the class again, or register a subclass$"),
     (timm.models.xcit.ClassAttentionBlock, dict(stream=("x", "x_res"), kinds=("attention", "mlp")), ValueError,
-     "ClassAttentionBlock is already registered with another description: connect without"),
+     "ClassAttentionBlock is already registered with tokens_apart=True: connect without"),
     (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
      r"found 0 \(none\); 'torch.add\(x, self.f\(x\)\)' is not replaced: write it as x \+ f or"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),

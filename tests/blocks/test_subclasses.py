@@ -13,7 +13,7 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import UnsupportedModelError, connect, disconnect, sites
-from timm_ortho.blocks import host_class, lookup, routed
+from timm_ortho.blocks import host_class, lookup
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -149,12 +149,6 @@ def test_a_subclass_of_a_script_is_read_in_other_processes(tmp_path):
     for action in ("save", "load"):
         done = subprocess.run([sys.executable, script, action, weights], capture_output=True, text=True)
         assert done.stdout == "2 True\n", done.stderr
-
-
-def test_a_pickle_whose_class_was_not_imported():
-    with pytest.raises(AttributeError, match="import the module of your own block class, and call "
-                                             r"timm_ortho\.register_block if the class needs it"):
-        routed.my_module__MyBlock  # noqa: B018
 
 
 def test_a_subclass_that_is_defined_again(monkeypatch):

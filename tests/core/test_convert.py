@@ -23,7 +23,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.blocks import routed, specs
+from timm_ortho.blocks import specs, written_class
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
 
@@ -279,7 +279,7 @@ def test_parametrized_blocks():
     assert len(sites(model)) == before
     connect(model, "linear")
     assert {type(site.connection) for site in sites(model)} == {LinearConnection}
-    assert type(block) is cls is not routed.timm__models__convnext__ConvNeXtBlock
+    assert type(block) is cls is not written_class(block)
 
 
 def test_timm_is_unchanged():

@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 import torch
+from helpers.derived import derived
 from torch import nn
 
 from timm_ortho.blocks.detection import looks_residual
@@ -41,7 +42,7 @@ class UsesSuper(Block):
 
 def routed(block=Block, names=("one", "two"), stream="x"):
     sums = [Sum(stream, name) for name in names]
-    return Route(block, sums, library="timm 9.9").subclass(name="Routed", module="tests.somewhere")
+    return derived(Route(block, sums, library="timm 9.9"))
 
 
 class Recorder(nn.Module):
@@ -83,7 +84,7 @@ def test_same_numbers_through_connections(kwargs):
 @pytest.mark.parametrize(("mask", "handed_on"), [("bias", True), ("attn_mask", False), ("", False)])
 def test_masks_are_passed_to_connections(mask, handed_on):
     route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
-    source = inspect.getsource(route.subclass(name="Masked", module="tests.somewhere").forward)
+    source = inspect.getsource(derived(route).forward)
     # addition `two` is on both sides of a conditional expression
     assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)
     assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
@@ -263,7 +264,7 @@ def test_sides_with_additions_of_different_kinds():
     x = torch.randn(3, 4)
     for parallel, names in ((True, ("parallel",)), (False, ("attention", "mlp"))):
         chosen = sums(*((sum_.stream, sum_.connection if sum_.connection in names else None) for sum_ in expected))
-        cls = Route(KindsOfTwoSides, chosen, sides_differ=True).subclass(name="KindsOfTwoSides", module="m")
+        cls = derived(Route(KindsOfTwoSides, chosen, sides_differ=True))
         block, calls = cls(parallel), []
         for name in names:
             setattr(block, name, Recorder(calls, name))
@@ -356,7 +357,7 @@ class Named(nn.Module):
 
 def with_connections(cls, made, *names):
     block = made
-    block.__class__ = Route(cls, names).subclass(name="Routed", module="tests.somewhere")
+    block.__class__ = derived(Route(cls, names))
     for _, name in names:
         if name:
             setattr(block, name, Named())
@@ -447,7 +448,7 @@ class Helper(nn.Module):
 def test_additions_in_another_method():
     route = Route(Helper, sums(("skip", "one")), method="_residual")
     block = Helper()
-    block.__class__ = route.subclass(name="Routed", module="tests.somewhere")
+    block.__class__ = derived(route)
     block.one = Named()
     assert block(torch.ones(1)).item() == 3.5
     assert "forward" not in vars(type(block))
@@ -498,7 +499,7 @@ and its second line.
 
 def test_lines_with_less_indentation():
     block, calls = Unindented(), []
-    block.__class__ = Route(Unindented, sums(("x", "one"))).subclass(name="Routed", module="tests.somewhere")
+    block.__class__ = derived(Route(Unindented, sums(("x", "one"))))
     block.one = Recorder(calls, "one")
     assert block(1.0) == 3.0
     assert calls == [("one", 1.0, 2.0)]
@@ -567,7 +568,7 @@ def test_sums_inside_conditions(method):
     with pytest.raises(RoutingError, match=r"expected 1 addition to 'x' in .*, found 2"):
         Route(InConditions, sums(("x", "one")), method=method)
     block, both = InConditions(), sums(("x", "one"), ("x", "two"))
-    block.__class__ = Route(InConditions, both, method=method).subclass(name="Routed", module="m")
+    block.__class__ = derived(Route(InConditions, both, method=method))
     block.one, block.two = Named(), Named()
     x, f = torch.randn(2, 3, 4)
     x, f = x.abs(), f.abs()

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from helpers.derived import derived
 from torch import nn
 
 from timm_ortho import create_connection
@@ -42,7 +43,7 @@ def routed(block, *names, connection="linear", **options):
     """Return an instance of the derived class, with one connection for each name."""
     torch.manual_seed(0)
     made = block()
-    made.__class__ = Route(block, [Sum("x", name) for name in names], **options).subclass(name="Routed", module="m")
+    made.__class__ = derived(Route(block, [Sum("x", name) for name in names], **options))
     for name in names:
         setattr(made, name, create_connection(connection))
     return made
@@ -133,7 +134,7 @@ def test_which_norms_are_called_with_the_connection(tmp_path, body):
     """Outputs, gradients and calls of modules are those of the host; only calls that follow a sum move."""
     block, expected = written(tmp_path, body), NORMS[body]
     x = torch.randn(3, 4, requires_grad=True)
-    assert Route(block, [Sum("x", "one")]).with_norm == ({"one": expected} if expected else {})
+    assert Route(block, [Sum("x", "one")]).next_norms == ({"one": expected} if expected else {})
     torch.manual_seed(0)
     plain, made = block(), routed(block, "one")
     calls, calls_made = recorded(plain), recorded(made)
@@ -143,7 +144,7 @@ def test_which_norms_are_called_with_the_connection(tmp_path, body):
 
 def test_a_module_without_torch_keeps_the_plain_calls(tmp_path):
     block = written(tmp_path, f"{FIRST}\ny = self.norm(x)", imports="")
-    assert Route(block, [Sum("x", "one")]).with_norm == {}
+    assert Route(block, [Sum("x", "one")]).next_norms == {}
     assert "with_norm" not in inspect.getsource(type(routed(block, "one")).forward)
 
 
@@ -168,8 +169,8 @@ SITES = ("attention", "conv", "mlp")
 
 def test_the_source_of_sums_in_a_row():
     route = Route(PreNorm, [Sum("x", name) for name in SITES], mask="scale")
-    assert route.with_norm == {"attention": "norm2", "conv": "norm3"}
-    source = inspect.getsource(route.subclass(name="Routed", module="m").forward)
+    assert route.next_norms == {"attention": "norm2", "conv": "norm3"}
+    source = inspect.getsource(derived(route).forward)
     expected = textwrap.dedent("""\
         def forward(self, x: torch.Tensor, scale: float=1.0):
             normed = self.norm1(x)

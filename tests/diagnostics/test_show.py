@@ -179,7 +179,7 @@ def test_a_model_without_connections():
 @pytest.mark.parametrize(("connection", "count"), [("feature", 4), ("linear", 0), ("hybrid", 0)])
 def test_number_of_sites_with_a_norm_in_the_same_kernel(connection, count):
     model = timm_ortho.connect(timm.create_model("vit_test_ortho"), connection)
-    assert show.with_norm(model) == (
+    assert show.fused_norms(model) == (
         f"On a GPU, one kernel computes the update and the norm after it at {count} of 8 sites.")
 
 

@@ -6,10 +6,10 @@ such blocks to the tests.
 from .detection import has_source
 from .lookup import specs
 from .registry import is_residual, not_residual, register_block, spec_of
-from .routed import LIBRARIES, branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
+from .routed import LIBRARIES, branch_first, host_class, library_of, next_norms, reached, routed_class, written_class
 from .spec import BlockSpec
 
 __all__ = [
-    "LIBRARIES", "BlockSpec", "branch_first", "has_source", "host_class", "is_residual", "library_of", "not_residual",
-    "reached", "register_block", "routed_class", "spec_of", "specs", "with_norm", "written_class",
+    "LIBRARIES", "BlockSpec", "branch_first", "has_source", "host_class", "is_residual", "library_of", "next_norms",
+    "not_residual", "reached", "register_block", "routed_class", "spec_of", "specs", "written_class",
 ]

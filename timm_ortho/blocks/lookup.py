@@ -1,6 +1,6 @@
 """Look up block classes in the libraries' tables and among the classes that users registered."""
-import importlib
 import inspect
+from dataclasses import replace
 from typing import Any, Dict, Optional, Tuple
 
 from . import timm, torchvision, transformers
@@ -9,7 +9,7 @@ from .spec import BlockSpec
 _TABLES = (timm, torchvision, transformers)
 SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 NOT_RESIDUAL: Dict[str, str] = {name: reason for table in _TABLES for name, reason in table.NOT_RESIDUAL.items()}
-REGISTERED: Dict[str, type] = {}  # from register_block; class_of imports all other classes by name
+REGISTERED: Dict[str, type] = {}  # from register_block
 
 
 def class_name(cls: type) -> str:
@@ -29,7 +29,7 @@ def spec_of_class(cls: type) -> Optional[BlockSpec]:
     if name in SPECS or name in NOT_RESIDUAL:
         return _listed(cls)
     bases = ((base, _listed(base)) for base in cls.__mro__[1:])
-    return next((spec._replace(name=name) for base, spec in bases
+    return next((replace(spec, name=name) for base, spec in bases
                  if spec and all(_function(cls, each) is _function(base, each) for each in {"forward", spec.method})),
                 None)
 
@@ -52,9 +52,3 @@ def specs(library: str) -> Tuple[BlockSpec, ...]:
         'torchvision.models.vision_transformer.EncoderBlock'
     """
     return tuple(spec for name, spec in SPECS.items() if name.partition(".")[0] == library)
-
-
-def class_of(spec: BlockSpec) -> type:
-    """Return the class that a spec describes; import it if necessary."""
-    module, _, cls = spec.name.rpartition(".")
-    return REGISTERED.get(spec.name) or getattr(importlib.import_module(module), cls)

@@ -1,35 +1,20 @@
 """Register block classes, and find out which modules are residual blocks."""
-import ast
+from dataclasses import replace
 from inspect import signature
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Optional, cast
 
 from torch import nn
 
 from .._bytecode import reaches
-from .._checks import check_count, known_name
-from ..functional import KEEPS
 from ..routing import RoutingError, variables_of
 from . import lookup
 from .bypass import bypass_of, bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
-from .spec import BlockSpec, last_width
+from .spec import BlockSpec
 
 
-def register_block(
-        block: type,
-        *,
-        stream: Union[str, Sequence[Union[str, Sequence[str]]]],
-        kinds: Sequence[Optional[str]],
-        dim: Union[int, Sequence[int]] = -1,
-        width: Union[int, Callable[[nn.Module], int], None] = None,
-        keep: str = "output",
-        method: str = "forward",
-        mask: Optional[str] = None,
-        causal: bool = False,
-        sides_differ: bool = False,
-        bypass: bool = False,
-) -> type:
+def register_block(block: type, *, mask: Optional[str] = None, bypass: bool = False, **fields: Any) -> type:
     """Register a class of residual blocks for :func:`timm_ortho.connect`.
 
     A residual block adds the output of its branch to the stream, the tensor that the block receives and returns. After
@@ -38,38 +23,18 @@ def register_block(
 
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
-        stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            If the two sides of an ``if`` write the stream of an addition differently, give this addition a sequence
-            with the expression of each side, for example ``stream=[("x", "residual"), "x"]`` for two additions.
-        kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
-            ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
-            two sides of an ``if`` count as one, unless ``sides_differ``.
-        dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
-        width: Number of channels of the stream, or a function of the block that returns this number. ``connect`` needs
-            it only for its argument ``skip``. None for the output width of the block's last linear layer or
-            convolution.
-        keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
-            output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
-        method: Name of the method with the additions.
-        mask: Name of the method's argument with the attention mask, or an expression with this argument, such as
-            ``"mask[:, None, None]"`` for masks ``[B, N]``. The expression is not evaluated if the argument is None.
-            Connections with one projection per sample use the mask to exclude padding, see
-            :func:`timm_ortho.connections.real_tokens`. True must allow attention, as in
-            ``scaled_dot_product_attention``. Pass ``""`` for a mask with the opposite meaning, as in
-            ``nn.MultiheadAttention``, or without padding. None for the mask of a registered base class. Other classes
+        mask: See :class:`timm_ortho.blocks.BlockSpec`. None for the mask of a registered base class. Other classes
             need a value if the name of an argument contains ``mask``.
-        causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
-            connections with one projection per sample.
-        sides_differ: True if the two sides of an ``if`` have additions of different kinds, such as a parallel block on
-            one side and a sequential block on the other side. ``kinds`` then names the additions of both sides.
         bypass: True if some calls of the block are meant to compute their result without the additions, for example in
             training. These calls do not use the connections.
+        fields: Other fields of :class:`timm_ortho.blocks.BlockSpec`: ``stream`` and ``kinds``, and if necessary
+            ``dim``, ``width``, ``keep``, ``method``, ``causal`` and ``sides_differ``.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: ``block`` is not a module class.
+        TypeError: ``block`` is not a module class, or a field is unknown or missing.
         ValueError: A value is invalid, or the class is already registered with different values.
         timm_ortho.RoutingError: The source of the method cannot be read, or does not contain the expected additions.
             The message lists the additions that it contains. Or ``bypass`` is False, and some calls do not reach the
@@ -91,39 +56,17 @@ def register_block(
     """
     if not (isinstance(block, type) and issubclass(block, nn.Module)):
         raise TypeError(f"block must be a class of torch.nn.Module, got {_shown(block)}")
-    kinds = _tuple("kinds must be a sequence of names", kinds, (str, type(None)))
-    named = [kind for kind in kinds if kind is not None]
-    if not named or len(set(named)) < len(named) or not all(str(kind).isidentifier() for kind in named):
-        raise ValueError(f"kinds must be different identifiers, one for each addition, got {kinds!r}")
-    known_name("keep", keep, KEEPS)
-    expected = "stream must be an expression or a sequence of expressions"
-    streams = stream if isinstance(stream, str) else tuple(
-        each if isinstance(each, str) else _tuple(expected, each, str) for each in _tuple(expected, stream, object))
-    for argument, expression in (*(("stream", each) for each in _flat(streams)), ("mask", mask or "None")):
-        try:
-            ast.parse(expression, mode="eval")
-        except SyntaxError:
-            raise ValueError(f"{argument} {expression!r} is not an expression") from None
-    dims = dim if isinstance(dim, int) else _tuple("dim must be an axis or a sequence of axes", dim, int)
-    for argument, values in (("stream", streams), ("dim", dims)):
-        if isinstance(values, tuple) and len(values) != len(kinds):
-            raise ValueError(f"{argument} needs one value, or {len(kinds)} (one for each kind), got {len(values)} in a "
-                             "sequence")
-    width = last_width if width is None else width if callable(width) else check_count("width", width)
     name = lookup.class_name(block)
-    if not callable(getattr(block, method, None)):
-        raise ValueError(f"{name} has no method {method!r}")
-    spec = BlockSpec(
-        name, streams, kinds, dims, keep=keep, method=method, mask=_mask(block, method, mask),
-        causal=bool(causal), sides_differ=bool(sides_differ), width=width)
+    spec = BlockSpec(name, mask=mask or "", **fields)
+    if not callable(getattr(block, spec.method, None)):
+        raise ValueError(f"{name} has no method {spec.method!r}")
+    spec = replace(spec, mask=_mask(block, spec.method, mask))
     known = lookup.SPECS.get(name, spec)
-    if known._replace(width=spec.width) == spec and _code(known.width) == _code(width):  # a cell that runs again
-        spec = known
-    if known != spec and lookup.REGISTERED.get(name, block) is block:
-        differing = [f"{field}={getattr(known, field)!r}" for field in signature(register_block).parameters
-                     if getattr(known, field, None) != getattr(spec, field, None)]
-        raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
-                         "without registering it again, define the class again, or register a subclass")
+    if replace(known, width=spec.width) != spec and lookup.REGISTERED.get(name, block) is block:
+        old, new = (vars(each) for each in (known, spec))
+        differing = [f"{field}={old[field]!r}" for field in old if field != "width" and old[field] != new[field]]
+        raise ValueError(f"{name} is already registered with {', '.join(differing)}: connect without registering it "
+                         "again, define the class again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
     if not bypass:
         _check_bypass(cast(type, block), spec)
@@ -150,11 +93,6 @@ def _mask(block: type, method: str, mask: Optional[str]) -> str:
         raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
                          "or an expression of the inverted mask")
     return mask
-
-
-def _code(width: Any) -> Any:
-    """Return what decides whether two widths are equal: of functions the code, because two lambdas are never equal."""
-    return getattr(width, "__code__", width)
 
 
 def _check_bypass(block: type, spec: BlockSpec) -> None:
@@ -225,16 +163,6 @@ def _looks_residual(cls: type) -> bool:
     return inherits or looks_residual(cls)
 
 
-def _flat(streams: Union[str, tuple]) -> List[str]:
-    return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
-
-
 def _shown(value: Any) -> str:
     """Return the text of a value for an error. A module is shown by its class, because its repr has many lines."""
     return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
-
-
-def _tuple(expected: str, values: Sequence, of: Union[type, Tuple[type, ...]]) -> tuple:
-    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, of) for one in values):
-        raise ValueError(f"{expected}, got {values!r}")
-    return tuple(values)

@@ -1,18 +1,15 @@
 """Routed classes: subclasses of residual blocks in which calls of connection modules replace ``x + f``.
 
-A routed class is an attribute of this module and named after its block class, for example
-``timm__models__vision_transformer__Block``. The class is made when the attribute is first read, so pickle and
-``torch.load`` work in a fresh process. Each residual addition is a site, and each site has a kind, such as ``mlp``. If
-the configuration of a block excludes some sites, the name of the routed class ends with the kinds of the remaining
-sites: ``timm__models__visformer__Block__mlp``.
+A routed class is named after its block class, for example ``timm__models__vision_transformer__Block``. Each residual
+addition is a site, and each site has a kind, such as ``mlp``. If the configuration of a block excludes some sites, the
+name of the routed class ends with the kinds of the remaining sites: ``timm__models__visformer__Block__mlp``.
 """
 import copyreg
 import inspect
 import re
 import sys
 from functools import cache
-from operator import attrgetter
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from timm.models import is_notrace_module, register_notrace_module
@@ -84,25 +81,18 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
     return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds, getattr(host, _method(host, spec)))
 
 
-@cache  # pickle requires one class per name. A method that was replaced after the first call needs a new class
+@cache  # a method that was replaced after the first call needs a new class
 def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...], method: Any) -> type:
-    name = routed_name(spec.name)
+    name = re.sub(r"\W+", "__", spec.name)
     if kinds != tuple(spec.sites):
         name += "__" + "_and_".join(kinds)
-    routed = route(host, spec, kinds).subclass(name=name, module=__name__)
-    if is_own(host):
-        _pickle_with_host(routed, _method(host, spec), kinds)
-    return register_notrace_module(routed) if is_notrace_module(host) else routed
+    return _made(host, kinds, _method(host, spec), route(host, spec, kinds).source, name)
 
 
-def _pickle_with_host(routed: Any, method: str, kinds: Tuple[str, ...]) -> None:
-    """Let pickles of a user's block refer to its class and not to the routed class.
-
-    Worker processes of joblib, Ray and submitit receive classes of ``__main__`` by value (cloudpickle). Such a process
-    knows neither the registration nor the source file.
-    """
-    host, name = routed.__bases__[0], routed.__qualname__
-    parts = host, kinds, method, inspect.getsource(inspect.unwrap(getattr(routed, method))), name
+def _made(*parts: Any) -> type:
+    """Return a new routed class, given the arguments of :func:`_unpickled`."""
+    host, _, method, source, name = parts
+    routed: Any = subclass_of(host, method, source, name=name, module=__name__)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         made, *rest = host.__reduce_ex__(self, protocol)
@@ -111,10 +101,16 @@ def _pickle_with_host(routed: Any, method: str, kinds: Tuple[str, ...]) -> None:
         return (_unpickled, parts, *rest[1:])
 
     routed._parts, routed.__reduce_ex__ = parts, __reduce_ex__
+    return register_notrace_module(routed) if is_notrace_module(host) else routed
 
 
 def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name: str) -> nn.Module:
-    """Return an empty instance of the routed class, which is made again from ``source`` if the host has no spec."""
+    """Return an empty instance of a routed class, for pickles and copies of blocks.
+
+    Pickles refer to the block class, because a fresh process does not have the routed class. If the process has no spec
+    either, ``source`` is the source of the method. Worker processes of joblib, Ray and submitit, for example, receive
+    classes of ``__main__`` by value (cloudpickle), without their registration and source file.
+    """
     parts = host, kinds, method, source, name
     cls: Any = next((cls for cls in host.__subclasses__() if vars(cls).get("_parts") == parts), None)
     spec = lookup.spec_of_class(host)
@@ -122,8 +118,7 @@ def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name
         cls = routed_class(host, spec, kinds)
     elif cls is None:
         inspect.unwrap(getattr(host, method)).__globals__.setdefault("torch", torch)  # cloudpickle omits unused names
-        cls = subclass_of(host, method, source, name=name, module=__name__)
-        _pickle_with_host(cls, method, kinds)
+        cls = _made(*parts)
     return cls.__new__(cls)
 
 
@@ -156,19 +151,19 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
     return {kind: is_first for kind, is_first in zip(spec.kinds, first, strict=True) if kind}
 
 
-def with_norm(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
+def next_norms(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
     """Return the sites of a block whose sum enters a norm next: the norm's attribute, by kind of site.
 
     Example:
         >>> block = timm.models.vision_transformer.Block(8, 2)
-        >>> with_norm(block, lookup.spec_of_class(type(block)))
+        >>> next_norms(block, lookup.spec_of_class(type(block)))
         {'attention': 'norm2'}
     """
-    found = route(host_class(block), spec, reached(block, spec)).with_norm
+    found = route(host_class(block), spec, reached(block, spec)).next_norms
     return {kind: found[connection] for kind, connection in spec.sites.items() if connection in found}
 
 
-def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
+def route(host: type, spec: BlockSpec, kinds: Sequence[Optional[str]]) -> Route:
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
     return _route(host, spec, kinds, getattr(host, _method(host, spec)))
 
@@ -178,12 +173,9 @@ def _method(host: type, spec: BlockSpec) -> str:
 
 
 @cache
-def _route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...], method: Any) -> Route:
-    streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
-    sums = [
-        Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
-        for stream, kind in zip(streams, spec.kinds, strict=True)
-    ]
+def _route(host: type, spec: BlockSpec, kinds: Sequence[Optional[str]], method: Any) -> Route:
+    sums = [Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
+            for stream, kind in zip(spec.streams, spec.kinds, strict=True)]
     return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
                  sides_differ=spec.sides_differ, keeps_order=is_own(host))
 
@@ -202,39 +194,3 @@ def library_of(cls: type) -> str:
     """
     library = cls.__module__.partition(".")[0]
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
-
-
-def __getattr__(name: str) -> type:
-    if name.startswith("__") and name.endswith("__"):  # read by Python's import system; no routed class has such a name
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base, _, ending = name.rpartition("__")
-    for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):
-        host = _class_named(class_name)
-        spec = lookup.spec_of_class(host) if host else None
-        if host and spec and set(kinds or ()) <= set(spec.sites):
-            return routed_class(host, spec, kinds)
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: import the module of your own block class, and call "
-        "timm_ortho.register_block if the class needs it, before you load a model that contains it")
-
-
-def _class_named(class_name: str) -> Optional[type]:
-    """Return a listed class, or another importable class of modules, whose routed class would have a name."""
-    spec = next((spec for spec in lookup.SPECS.values() if routed_name(spec.name) == class_name), None)
-    if spec is not None:
-        return lookup.class_of(spec)
-    return next((cls for cls in _subclasses(nn.Module)
-                 if routed_name(lookup.class_name(cls)) == class_name and _is_importable(cls)), None)
-
-
-def _subclasses(cls: Any) -> Iterator[type]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _is_importable(cls: type) -> bool:
-    try:
-        return attrgetter(cls.__qualname__)(sys.modules.get(cls.__module__)) is cls
-    except AttributeError:
-        return False

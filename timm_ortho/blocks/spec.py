@@ -1,7 +1,12 @@
 """Describe a residual block: its stream variable and its additions."""
-from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
+import ast
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
+
+from .._checks import check_count, known_name
+from ..functional import KEEPS
 
 
 def last_width(block: nn.Module) -> int:
@@ -26,30 +31,46 @@ def last_width(block: nn.Module) -> int:
                      "width of its stream for skip: pass width= to register_block")
 
 
-class BlockSpec(NamedTuple):
-    """Description of one class of residual blocks.
-
-    :func:`timm_ortho.register_block` describes ``stream``, ``mask``, ``causal`` and ``sides_differ``, and most of the
-    remaining fields.
+@dataclass(frozen=True)
+class BlockSpec:
+    """Description of one class of residual blocks, from a library's table or :func:`timm_ortho.register_block`.
 
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
-        kinds: Kind of each addition to the stream, in the order of the source. The kinds are ``attention``,
-            ``cross_attention``, ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel``
-            (attention and MLP in one sum) and ``branch`` (a wrapper around any module). Further additions of a kind
-            have names such as ``mlp_2`` or ``mlp_pixel``. None leaves an addition unchanged.
-        dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
-        keep: ``"branch"`` if this block or the next one changes the sum in place.
+        stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
+            If the two sides of an ``if`` write the stream of an addition differently, give this addition a sequence
+            with the expression of each side, for example ``stream=[("x", "residual"), "x"]`` for two additions.
+        kinds: One name for each addition to the stream, in the order of the source. The tables have the kinds
+            ``attention``, ``cross_attention``, ``mlp``, ``conv``, ``mixer`` (token mixing other than attention),
+            ``parallel`` (attention and MLP in one sum) and ``branch`` (a wrapper around any module), and names such as
+            ``mlp_2`` for further additions of a kind; any identifier is allowed, once. None leaves an addition
+            unchanged. Two additions on the two sides of an ``if`` count as one, unless ``sides_differ``.
+        dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, one for each, or a
+            function of the block.
+        keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
+            output), if this block or the next one changes the sum in place, for example by an activation.
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
+        mask: Name of the method's argument with the attention mask, or an expression with this argument, such as
+            ``"mask[:, None, None]"`` for masks ``[B, N]``. The expression is not evaluated if the argument is None, and
+            ignored if the method has no such argument. Connections with one projection per sample use the mask to
+            exclude padding, see :func:`timm_ortho.connections.real_tokens`. True must allow attention, as in
+            ``scaled_dot_product_attention``. ``""`` for a mask with the opposite meaning or without padding.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
             block separately.
-        width: Number of channels of the stream, or a function of the block. The function returns one number for all
-            additions, or one for each.
+        width: Number of channels of the stream, or a function of the block that returns one number for all additions,
+            or one for each. ``connect`` needs it only for its argument ``skip``. None for :func:`last_width`.
+        causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
+            connections with one projection per sample.
         text: Whether the block is part of a language model. ``connect`` then refuses one projection per sample.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index. Blocks inside another block share its index without
             a depth. A depth is needed if the layer is not a block itself and contains several blocks.
+        sides_differ: True if the two sides of an ``if`` have additions of different kinds, such as a parallel block on
+            one side and a sequential block on the other side. ``kinds`` then names the additions of both sides.
+
+    Raises:
+        ValueError: A value is invalid.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
@@ -58,24 +79,57 @@ class BlockSpec(NamedTuple):
     """
 
     name: str
-    stream: Union[str, Tuple[Union[str, Tuple[str, ...]], ...]]
-    kinds: Tuple[Optional[str], ...]
-    dim: Union[int, Tuple[int, ...], Callable[[nn.Module], int]] = -1
+    stream: Union[str, Sequence[Union[str, Sequence[str]]]]
+    kinds: Sequence[Optional[str]]
+    dim: Union[int, Sequence[int], Callable[[nn.Module], int]] = -1
     keep: str = "output"
     method: str = "forward"
     mask: str = "attn_mask"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
-    width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = last_width
+    width: Union[int, Callable[[nn.Module], Union[int, Sequence[int]]], None] = None
     causal: bool = False
     text: bool = False
     depth: int = 0
     sides_differ: bool = False
 
+    def __post_init__(self) -> None:
+        self._set("kinds", _tuple("kinds must be a sequence of names", self.kinds, (str, type(None))))
+        named = [kind for kind in self.kinds if kind is not None]
+        if not named or len(set(named)) < len(named) or not all(map(str.isidentifier, named)):
+            raise ValueError(f"kinds must be different identifiers, one for each addition, got {self.kinds!r}")
+        known_name("keep", self.keep, KEEPS)
+        if not isinstance(self.stream, str):
+            expected = "stream must be an expression or a sequence of expressions"
+            self._set("stream", tuple(each if isinstance(each, str) else _tuple(expected, each, str)
+                                      for each in _tuple(expected, self.stream, object)))
+        if not (isinstance(self.dim, int) or callable(self.dim)):
+            self._set("dim", _tuple("dim must be an axis or a sequence of axes", self.dim, int))
+        if self.width is not None and not callable(self.width):
+            self._set("width", check_count("width", self.width))
+        for field in ("stream", "dim"):
+            value = getattr(self, field)
+            if isinstance(value, tuple) and len(value) != len(self.kinds):
+                raise ValueError(f"{field} needs one value, or {len(self.kinds)} (one for each kind), got {len(value)} "
+                                 "in a sequence")
+        for field, expression in (*(("stream", each) for each in _flat(self.stream)), ("mask", self.mask or "None")):
+            try:
+                ast.parse(expression, mode="eval")
+            except SyntaxError:
+                raise ValueError(f"{field} {expression!r} is not an expression") from None
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)  # the class is frozen
+
     @property
     def sites(self) -> Dict[str, str]:
         """Map each kind of site to the block attribute that holds its connection."""
         return {kind: f"connection_{kind}" for kind in self.kinds if kind}
+
+    @property
+    def streams(self) -> Tuple[Union[str, Tuple[str, ...]], ...]:
+        """The stream of each addition."""
+        return self._each(self.stream)
 
     def dims(self, block: nn.Module) -> Dict[str, int]:
         """Return the channel axis of the stream by kind of site."""
@@ -83,8 +137,21 @@ class BlockSpec(NamedTuple):
 
     def widths(self, block: nn.Module) -> Dict[str, int]:
         """Return the number of channels of the stream by kind of site."""
-        return self._by_kind(self.width(block) if callable(self.width) else self.width)
+        width = last_width if self.width is None else self.width
+        return self._by_kind(width(block) if callable(width) else width)
 
-    def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
-        values = value if isinstance(value, tuple) else (value,) * len(self.kinds)
-        return {kind: each for kind, each in zip(self.kinds, values, strict=True) if kind}
+    def _by_kind(self, value: Any) -> Dict[str, int]:
+        return {kind: each for kind, each in zip(self.kinds, self._each(value), strict=True) if kind}
+
+    def _each(self, value: Any) -> Tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,) * len(self.kinds)
+
+
+def _flat(streams: Any) -> List[str]:
+    return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
+
+
+def _tuple(expected: str, values: Any, of: Any) -> Tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, of) for one in values):
+        raise ValueError(f"{expected}, got {values!r}")
+    return tuple(values)

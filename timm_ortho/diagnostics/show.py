@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._compat import named_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
-from ..blocks import spec_of, with_norm as norms_after
+from ..blocks import next_norms, spec_of
 from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
 from ..update.backend import has_kernels
@@ -68,17 +68,17 @@ def as_text(measured: MeasuredSites, ascii_only: bool = False) -> str:
     return "\n".join(aligned(table, "><<>>>><<"[:len(table[0])]))
 
 
-def with_norm(model: nn.Module) -> str:
+def fused_norms(model: nn.Module) -> str:
     """Return how many sites a GPU computes together with the norm that follows, as a line of text.
 
-    >>> with_norm(timm.create_model("vit_test_ortho"))
+    >>> fused_norms(timm.create_model("vit_test_ortho"))
     'On a GPU, one kernel computes the update and the norm after it at 4 of 8 sites.'
     """
     fused = 0
     for block in model.modules():
         spec = spec_of(block)
         if spec is not None:
-            for kind, norm in norms_after(block, spec).items():
+            for kind, norm in next_norms(block, spec).items():
                 connection = dict(named_children(block)).get(spec.sites[kind])
                 fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
