@@ -289,7 +289,8 @@ class Router(ast.NodeTransformer):
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
         if isinstance(node.op, ast.Sub):
             subtracted = node.right
-            if isinstance(subtracted, ast.Call) and getattr(subtracted.func, "attr", "") == "mean":
+            if isinstance(subtracted, ast.Call) and isinstance(subtracted.func, ast.Attribute) and (
+                    subtracted.func.attr == "mean"):
                 subtracted = subtracted.func.value
             if not self._is_stream(subtracted):  # x + f - x takes the sum's branch, x - x.mean() centres the stream
                 self._refuse(node, node.left)
