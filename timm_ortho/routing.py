@@ -287,8 +287,13 @@ class Router(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
-        if isinstance(node.op, ast.Sub) and not self._is_stream(node.right):  # x + f - x takes the sum's branch
-            self._refuse(node, node.left)
+        if isinstance(node.op, ast.Sub):
+            subtracted = node.right
+            if isinstance(subtracted, ast.Call) and isinstance(subtracted.func, ast.Attribute) and (
+                    subtracted.func.attr == "mean"):
+                subtracted = subtracted.func.value
+            if not self._is_stream(subtracted):  # x + f - x takes the sum's branch, x - x.mean() centres the stream
+                self._refuse(node, node.left)
         return self.generic_visit(node) if call is None else call
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

@@ -187,16 +187,6 @@ def test_passes_inside_transforms_are_not_recorded(transform):
     assert all(math.isfinite(row["stream"]) for row in recorder.rows)
 
 
-def test_drain_continues_recording():
-    model = vit()
-    recorder = timm_ortho.record(model, every=1)
-    train(model, 2)
-    assert [row["step"] for row in recorder.rows] == [0] * 4 + [1] * 4
-    assert len(recorder.drain()) == 8
-    train(model, 1)
-    assert [row["step"] for row in recorder.rows] == [2] * 4
-
-
 def test_a_sink_gets_the_rows_of_each_recorded_pass():
     model, calls = vit(), []
     recorder = timm_ortho.record(model, every=2, sink=calls.append)
@@ -205,24 +195,19 @@ def test_a_sink_gets_the_rows_of_each_recorded_pass():
     assert recorder.rows == []
 
 
-def test_a_resumed_training_has_the_rows_of_an_uninterrupted_one():
+def test_a_second_recorder_continues_the_count():
     model = vit()
     whole = timm_ortho.record(model, every=3)
     train(model, 10)
     model = vit()
-    first = timm_ortho.record(model, every=3)
-    train(model, 5)
-    state = copy.deepcopy(first.state_dict())
-    weights = copy.deepcopy(model.state_dict())
-    train(model, 2, start=5)  # after the checkpoint; the resumed run repeats these steps
-    other = vit()
-    other.load_state_dict(weights)
-    second = timm_ortho.record(other, every=3)
-    second.load_state_dict(state)
-    train(other, 5, start=5)
+    with timm_ortho.record(model, every=3) as first:
+        train(model, 5)
+        rows = list(first.rows)
+    second = timm_ortho.record(model, every=3)
+    second.step = first.step
+    train(model, 5, start=5)
     assert second.step == whole.step == 10
-    same_rows(second.rows, whole.rows)
-    assert state["step"] == 5  # unchanged, because load_state_dict copies the state
+    same_rows(rows + second.rows, whole.rows)
 
 
 def test_follows_a_switch_of_the_connection():

@@ -24,7 +24,7 @@ at initialization.
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +95,18 @@ def measure(
 
 
 @contextmanager
-def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Measure each call of a connection. Pass the connection's index and the measurement to ``add``."""
+def _measuring(measured: "_Pass") -> Iterator[None]:
+    """Measure each call of a connection at the sites of a pass."""
     def hook(index: int, connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any], output: Tensor) -> None:
         with torch.no_grad():
-            add(index, measure(connection, output, *inputs, **options))
+            means = measure(connection, output, *inputs, **options)
+            if isinstance(connection, HybridConnection):
+                means = torch.cat([means, torch.stack(connection.clamped()).to(means)])
+            measured.means.setdefault(index, []).append(means)
 
     with ExitStack() as hooks:
-        for index, connection in enumerate(connections):
-            hooks.enter_context(connection.register_forward_hook(Observer(hook, index), with_kwargs=True))
+        for index, site in enumerate(measured.sites):
+            hooks.enter_context(site.connection.register_forward_hook(Observer(hook, index), with_kwargs=True))
         yield
 
 
@@ -125,19 +128,12 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     >>> measured[0].kind, measured[0].name, measured[0].stream > 0
     ('attention', 'blocks.0.connection_attention', True)
     """
-    sites = list(sites)
-    calls: List[List[Tensor]] = [[] for _ in sites]
-
-    def add(index: int, means: Tensor) -> None:
-        calls[index].append(means)
-
-    with _measuring([site.connection for site in sites], add), evaluation(model), torch.no_grad():
+    measured = _Pass(0, list(sites))
+    with _measuring(measured), evaluation(model), torch.no_grad():
         model(images)
-    values = [torch.stack(means).mean(0).tolist() if means else [math.nan] * 6 for means in calls]
-    return [
-        SiteDynamics(site.layer, site.kind, site.name, stream, parallel, orthogonal, cosine, tuple(cosines), s, s_added)
-        for site, (stream, parallel, orthogonal, cosine, s, s_added, *cosines) in zip(sites, values, strict=True)
-    ]
+    found = measured.dynamics()
+    return [found[index][0] if index in found else _of_site(site, *[math.nan] * 6)[0]
+            for index, site in enumerate(measured.sites)]
 
 
 @contextmanager
@@ -199,7 +195,7 @@ class Recorder:
 
     Attributes:
         every: See the argument.
-        step: Number of training passes so far.
+        step: Number of training passes so far. Set it to continue the count of an earlier recorder.
 
     Raises:
         ValueError: The model has no connections, or ``every`` is not a positive integer.
@@ -238,23 +234,10 @@ class Recorder:
     @property
     def rows(self) -> List[RecordedRow]:
         """All rows so far, in the order of steps. Within a step, sites are in the order of their first calls."""
-        unread, self._unread = self._unread, []
-        for finished in unread:
+        for finished in self._unread:
             self._rows += finished.rows()
+        self._unread.clear()
         return self._rows
-
-    def drain(self) -> List[RecordedRow]:
-        """Return all rows so far and delete them from the recorder."""
-        rows, self._rows = self.rows, []
-        return rows
-
-    def state_dict(self) -> Dict[str, Any]:
-        """Return ``step`` and ``rows`` as plain values for a checkpoint."""
-        return {"step": self.step, "rows": [dict(row) for row in self.rows]}
-
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, so that resumed and uninterrupted training record the same rows."""
-        self.step, self._rows, self._unread = state["step"], [dict(row) for row in state["rows"]], []
 
     def close(self) -> None:
         """Stop recording and keep the rows. Repeated calls have no effect."""
@@ -285,7 +268,7 @@ class Recorder:
         if step % self.every:
             return
         self._pass = _Pass(step, sites_of(_unwrapped(model)))
-        self._hooks.enter_context(_measuring([site.connection for site in self._pass.sites], self._pass.add))
+        self._hooks.enter_context(_measuring(self._pass))
         if traced or _is_compiled(model):
             with _undisturbed(model):
                 _unwrapped(model).forward(*args, **kwargs)
@@ -307,9 +290,10 @@ class Recorder:
             warnings.warn(
                 f"the forward pass of step {done.step} called no connection of {len(done.unused)} blocks (the first is "
                 f"{done.unused[0]!r}). If it ran these blocks, their additions were linear", stacklevel=2)
-        self._unread.append(done)
-        if self._sink is not None:
-            self._sink(self.drain())
+        if self._sink is None:
+            self._unread.append(done)
+        else:
+            self._sink(done.rows())
 
 
 record = Recorder
@@ -336,13 +320,6 @@ class _Pass:
         self.sites = sites
         self.means: Dict[int, List[Tensor]] = {}  # one tensor per call, by index of the site
 
-    def add(self, index: int, means: Tensor) -> None:
-        connection = self.sites[index].connection
-        if isinstance(connection, HybridConnection):
-            learned = torch.stack(connection.clamped())
-            means = torch.cat([means, learned.to(means)])
-        self.means.setdefault(index, []).append(means)
-
     @property
     def unused(self) -> List[str]:
         """Names of the blocks without a measured connection."""
@@ -350,22 +327,33 @@ class _Pass:
         used = {blocks[index] for index in self.means}
         return [block for block in dict.fromkeys(blocks) if block not in used]
 
-    def rows(self) -> List[RecordedRow]:
+    def dynamics(self) -> Dict[int, Tuple[SiteDynamics, List[float]]]:
+        """Return, by index of the site, the averages over the calls, and rho and theta, from one transfer."""
         means = {index: torch.stack(calls).mean(0) for index, calls in self.means.items()}
         values = iter(torch.cat(list(means.values())).tolist() if means else ())
-        return [self._row(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()]
+        return {index: _of_site(self.sites[index], *(next(values) for _ in mean)) for index, mean in means.items()}
 
-    def _row(self, site: Site, values: List[float]) -> RecordedRow:
-        stream, parallel, orthogonal, cosine, s, s_added, *rest = values
-        groups = site.connection.groups if site.connection.groups > 1 else 0
-        rho, theta = rest[groups:] or (None, None)
+    def rows(self) -> List[RecordedRow]:
+        return [self._row(site, *(learned or (None, None))) for site, learned in self.dynamics().values()]
+
+    def _row(self, site: SiteDynamics, rho: Optional[float], theta: Optional[float]) -> RecordedRow:
         return {
             "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
-            "stream": stream, "parallel": parallel, "orthogonal": orthogonal,
-            "parallel_share": _ratio(parallel, stream), "orthogonal_share": _ratio(orthogonal, stream),
-            "cosine": cosine, "s": s, "s_added": s_added, "rho": rho, "theta": theta,
-            **({"cosines": rest[:groups]} if groups else {}),
+            "stream": site.stream, "parallel": site.parallel, "orthogonal": site.orthogonal,
+            "parallel_share": _ratio(site.parallel, site.stream),
+            "orthogonal_share": _ratio(site.orthogonal, site.stream),
+            "cosine": site.cosine, "s": site.s, "s_added": site.s_added, "rho": rho, "theta": theta,
+            **({"cosines": list(site.cosines)} if site.cosines else {}),
         }
+
+
+def _of_site(
+        site: Site, stream: float, parallel: float, orthogonal: float, cosine: float, s: float, s_added: float,
+        *rest: float,
+) -> Tuple[SiteDynamics, List[float]]:
+    groups = site.connection.groups if site.connection.groups > 1 else 0
+    place = site.layer, site.kind, site.name
+    return SiteDynamics(*place, stream, parallel, orthogonal, cosine, rest[:groups], s, s_added), list(rest[groups:])
 
 
 def _ratio(part: float, whole: float) -> float:
