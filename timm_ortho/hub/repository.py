@@ -32,16 +32,15 @@ from torch import nn
 
 from .._compat import current_arguments
 from .._text import UserError, error_text
-from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
+from ..convert import IMPORT_TAG, base_name, is_variant, keep_arguments
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
+from ..model_sites import connection_arguments
 from ..models import variants
 from ..models.coverage import bases
-from ..models.names import IMPORT_TAG, base_name, is_variant
 from ..runs.folders import check_sources, class_names, is_local, own_modules
 from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
-from ..saving import keep_arguments
 from ..skips import SKIPS
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 from ..._text import aligned
-from ...models.names import SUFFIXES, base_name, suffix_of
+from ...convert import SUFFIXES, base_name, suffix_of
 from ...runs.folders import read_history
 from .. import LabError
 from ..folder import RESULT, RunPlan, history, metrics_of, read_json, read_lines, read_yaml, state

@@ -22,9 +22,9 @@ from torch import nn
 
 from ..._images import data_config
 from ..._text import UserError, error_text
+from ...convert import is_variant
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
-from ...models.names import is_variant
 from ...runs.folders import check_modules, check_sources, import_modules
 from ...runs.provenance import device_name, made_on
 from ...runs.trained_run import create_model
