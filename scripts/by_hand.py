@@ -16,7 +16,7 @@ from timm_ortho.lab.folder import RunPlan, Stage
 from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.lab.running.timm_script import torchrun
 from timm_ortho.lab.train_options import defaults
-from timm_ortho.models.names import similar_variants
+from timm_ortho.models.coverage import similar_variants
 from timm_ortho.run_folder import import_modules
 
 ANY_MODEL = "vit_base_patch16_224_imagenet1k", "resnetv2_50_imagenet1k"  # recipes that fit every architecture

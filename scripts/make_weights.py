@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 
 import timm_ortho
 from timm_ortho._yaml import load_yaml
+from timm_ortho.convert import SUFFIXES, base_name
 from timm_ortho.lab.data import open_source
-from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.run_folder import image_config
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
 

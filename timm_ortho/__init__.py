@@ -1,6 +1,5 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
 from . import hub
-from .arguments import connection_arguments
 from .blocks import not_residual, register_block
 from .connections import (
     CONNECTIONS,
@@ -17,7 +16,7 @@ from .diagnostics import Recorder, record
 from .functional import decompose, residual_update
 from .hub import pull
 from .hub_client.errors import WeightsError
-from .model_sites import Site, sites
+from .model_sites import Site, connection_arguments, sites
 from .models import paper, skip_networks, variants  # registers the models
 from .models.variants import register_variants
 from .routing import RoutingError

@@ -145,7 +145,7 @@ def compiled_model(module: nn.Module) -> Optional[nn.Module]:
     return module._modules.get("_orig_mod")
 
 
-def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
+def all_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
     """Return a module's children by name. ``module.named_children()`` would omit None and repeated modules."""
     return module._modules.items()
 

@@ -478,7 +478,8 @@ def _add_list(commands: Any) -> None:
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
-    from .models.names import is_variant, similar_variants
+    from .convert import is_variant
+    from .models.coverage import similar_variants
 
     if parsed.weights:
         return _list_weights(parsed.pattern or "*")
@@ -498,7 +499,7 @@ def _list_weights(pattern: str) -> int:
     """List weights without network access. The size of an absent file is estimated as 4 bytes per parameter."""
     import timm
 
-    from .models.names import is_variant
+    from .convert import is_variant
     from .weights.pretrained import weights
 
     names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
@@ -600,8 +601,9 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     """Return the model that `show` prints, and the options that describe the model's input images."""
     import timm
 
+    from .convert import is_variant
     from .hub import pull
-    from .models.names import is_variant, similar_variants
+    from .models.coverage import similar_variants
     from .run_folder import BY_HAND, CheckpointRun, NoRunError, run_model
     from .weights.files import load_weights
 

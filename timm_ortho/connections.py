@@ -54,19 +54,16 @@ class SiteSpec:
         arguments: Arguments of the call of ``connect``, see :func:`timm_ortho.connection_arguments`. All sites of the
             call share one dict.
         routed: Whether ``connect`` added the connection to its block; False if the block's own code contains it.
-        depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
         tokens_apart: Whether ``global`` has one projection per token, see :class:`timm_ortho.blocks.BlockSpec`.
         in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
-        index, count: Index of the site in the call of ``connect``, and number of sites. Skips may depend on them.
+        count: Number of sites of the call of ``connect``. Skips may depend on it.
     """
 
     name: str = ""
     arguments: Dict[str, Any] = field(default_factory=dict)
     routed: bool = False
-    depth: int = 0
     tokens_apart: bool = False
     in_place: bool = False
-    index: int = 0
     count: int = 1
 
 

@@ -1,23 +1,30 @@
-"""Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this."""
+"""Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this.
+
+Both make a plan, check all of it, apply it, and record the result where timm and transformers save models. A plan lists
+blocks with their new class and their connections by attribute. Variants such as ``vit_base_ortho`` are connected models
+of timm: their names end with one of ``SUFFIXES``, and their arguments of ``connect`` begin with ``connection`` or
+``skip``.
+"""
+import copy
 import json
-import operator
-from contextlib import contextmanager
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import repeat
-from typing import Any, Callable, Collection, Iterable, Iterator, NamedTuple, Optional, Sequence, TypeVar, Union
+from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 import torch
+from timm.models import is_model, list_models, model_entrypoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
-from ._compat import is_sharded, named_children
-from .arguments import keep_in_config
+from ._compat import is_sharded, takes_source_arguments
 from .blocks import (
     LIBRARIES,
-    BlockSpec,
     branch_first,
     has_source,
     host_class,
@@ -25,70 +32,24 @@ from .blocks import (
     library_of,
     reached,
     routed_class,
-    spec_of,
     written_class,
 )
-from .connections import Connection, SiteSpec, arguments_of, check_arguments, create_connection, name_of
-from .model_sites import connection_in, is_unused, layer_name, layers_of, named_outside, sites
-from .saving import keep_for_timm
+from .connections import (
+    CONNECTIONS,
+    Connection,
+    SiteSpec,
+    arguments_of,
+    check_arguments,
+    create_connection,
+    known_connection,
+    name_of,
+    takes_any,
+)
+from .model_sites import FoundModule, connection_arguments, find_modules, layers_of, sites
+from .routing import RoutingError
 from .skips import IDEMPOTENT, create_skip, known_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-class _Block(NamedTuple):
-    """A residual block: a module of a supported class, or a module whose own code contains connections.
-
-    A module that is both is represented by two blocks.
-
-    Attributes:
-        name: Name in ``named_modules()``.
-        module: The module.
-        spec: Description of the block's class; None if the block's own code contains the connections.
-        sites: Kind of each site (residual addition), by the attribute that holds its connection.
-    """
-
-    name: str
-    module: nn.Module
-    spec: Optional[BlockSpec]
-    sites: dict[str, str]
-
-    @property
-    def layer(self) -> str:
-        """Name of the module that ``connect(layers=...)`` counts as this block's layer: the block or a parent of it."""
-        return layer_name(self.name, self.spec.depth if self.spec else 0)
-
-    @property
-    def label(self) -> str:
-        """Name for error messages."""
-        return self.name or "the model"
-
-    def widths(self) -> dict[str, int]:
-        """Return the number of channels of the stream, for each attribute."""
-        if self.spec is None:
-            raise ValueError(f"{self.label} is a {type(self.module).__name__}, whose own code contains its "
-                             "connections: a skip needs the width of the stream, which is unknown; omit skip and "
-                             "skip_rank")
-        widths = self.spec.widths(self.module)
-        return {attribute: widths[kind] for attribute, kind in self.sites.items()}
-
-    def details(self) -> dict[str, dict[str, Any]]:
-        """Return the arguments of :func:`create_connection` that depend on the block, for each attribute."""
-        if self.spec is None:
-            return {attribute: _details(connection) for attribute in self.sites
-                    if (connection := connection_in(attribute, getattr(self.module, attribute)))}
-        dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
-        site = SiteSpec(routed=True, depth=self.spec.depth, tokens_apart=self.spec.tokens_apart,
-                        in_place=self.spec.keep == "branch")
-        return {attribute: dict(dim=dims[kind], branch_first=first[kind], site=site)
-                for attribute, kind in self.sites.items()}
-
-
-def _details(connection: Connection) -> dict[str, Any]:
-    """Return the arguments that the block's author gave this connection and that ``connect`` must not change."""
-    by_author = connection.keep == "branch" and not connection.site.arguments
-    site = SiteSpec(tokens_apart=connection.site.tokens_apart, in_place=connection.site.in_place or by_author)
-    return dict(dim=connection.dim, branch_first=connection.branch_first, site=site)
 
 
 class UnsupportedModelError(ValueError):
@@ -99,8 +60,28 @@ class UnsupportedModelError(ValueError):
     """
 
     def __init__(self, message: str, unsupported: Sequence[str] = ()) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}. The model is unchanged.")
         self.unsupported = tuple(unsupported)
+
+
+class Addition(NamedTuple):
+    """A residual addition of a block, for which :func:`connect` makes a connection.
+
+    Attributes:
+        kind: Kind of the branch.
+        dim: Channel axis of the stream.
+        branch_first: Whether the branch output is the left summand.
+        site: Description of the site, without the arguments of the call.
+    """
+
+    kind: str
+    dim: int
+    branch_first: bool
+    site: SiteSpec
+
+
+Block = tuple[FoundModule, dict[str, Addition]]  # a block and its additions, by the attribute of the connection
+Plan = list[tuple[FoundModule, type, dict[str, Connection]]]  # a block, its new class, and its connections by attribute
 
 
 def connect(
@@ -120,10 +101,8 @@ def connect(
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
     do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. They are float32 unless
     all parameters of the model have the same dtype, float16, bfloat16 or float64. Each call makes new parameters, which
-    must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
-    includes the names of these parameters. Connect with ``hybrid`` before you wrap the model in
-    DistributedDataParallel, which fixes the parameters. After ``fully_shard``,
-    connections can only be replaced by connections without parameters.
+    must be added to an existing optimizer, and whose names ``model.no_weight_decay()`` includes. Connect with
+    ``hybrid`` before you wrap the model in DistributedDataParallel or call ``fully_shard``, which fix the parameters.
 
     Args:
         model: Any module that contains supported blocks, with or without adapters such as LoRA. A block is supported if
@@ -137,10 +116,8 @@ def connect(
         kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
             are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: the connection combines
-            P x and f instead of x and f. One of ``identity``, ``idempotent_mr``,
-            ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
-            the model), see :mod:`timm_ortho.skips`, or a name registered with :func:`timm_ortho.register_skip`. In a
-            block that changes the shape of the stream, x is the output of the shortcut's projection.
+            P x and f instead of x and f. A name in :data:`timm_ortho.SKIPS`, see :mod:`timm_ortho.skips`. In a block
+            that changes the shape of the stream, x is the output of the shortcut's projection.
         skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
             the model's attribute ``skip_branches``. If the model has no such attribute, or if the attribute is None,
             each part has one channel.
@@ -148,23 +125,20 @@ def connect(
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
         arguments: Arguments of the connection's constructor, as JSON values: see :class:`timm_ortho.FeatureConnection`
             and :class:`timm_ortho.HybridConnection`. ``functools.partial`` can bind other values. Use
-            ``keep="branch"`` if a forward hook or the code of the model changes the output of a block in place. With
-            ``"output"``, the backward pass of such a model raises "one of the variables needed for gradient
-            computation has been modified by an inplace operation".
+            ``keep="branch"`` if a forward hook or the code of the model changes the output of a block in place.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: A name is unknown, a value is outside its range, the connection does not accept an argument or does
-            not have the required signature, or it projects over all tokens (``global``) and a block is causal or part
-            of a language model, or a block already has an attribute with the name of a connection. The model is
-            unchanged.
-        UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
-            would change the class of a block that is sharded or parametrized or has an instance attribute ``forward``,
-            add parameters to a sharded or parametrized block, or change the trainable parameters of a model in
-            DistributedDataParallel. The model is unchanged.
+        TypeError: ``model`` is not a module.
+        ValueError: A value is invalid, the connection projects over all tokens (``global``) and a block is causal or
+            part of a language model, or a block has another attribute with the name of a connection.
+        UnsupportedModelError: The model has no supported blocks, it has unsupported residual blocks or scripted
+            modules, or the class or parameters of a block cannot change, as in a sharded model.
         timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.
+
+    After an error, the model is unchanged.
 
     Example:
         >>> import timm
@@ -172,53 +146,40 @@ def connect(
         >>> model.blocks[0].connection_attention, model.blocks[0].connection_mlp
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
+    _check_model(model)
     if known_skip(skip) in IDEMPOTENT and skip_branches is None and skip_rank is None:
         skip_branches = getattr(model, "skip_branches", None)
     blocks = _blocks(model)
-    numbers = list(layers_of(block.layer for block in blocks))
+    numbers = list(layers_of(block.layer for block, _ in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
     check_arguments(connection, arguments)
     arguments = {name: _json_value(name, value) for name, value in arguments.items()}
     checked = create_connection(connection, **arguments)  # also if `layers` is empty
-    call: dict[str, Any] = {"connection": name_of(connection)}
+    call = {"connection": name_of(connection)}
     if call["connection"] != "linear":
-        defaults = arguments_of(connection).items()
-        call.update({name: value for name, value in arguments.items() if (name, value) not in defaults})
+        call |= _differing(connection, **arguments, layers=layers if layers is None else sorted(chosen),
+                           kinds=kinds if kinds is None else sorted(chosen_kinds))
         call["eps"] = checked.eps
-        call.update({} if layers is None else {"layers": sorted(chosen)})
-        call.update({} if kinds is None else {"kinds": sorted(chosen_kinds)})
     if skip != "identity":
-        given = dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed)
-        call.update({name: _json_value(name, value) for name, value in given.items() if value != _DEFAULTS[name]})
-    skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
-    # models in one dtype, such as bfloat16, have all parameters in it; otherwise rho and theta need float32
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    is_uniform = len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16, torch.float64}
-    dtype = dtypes.pop() if is_uniform else torch.float32
-    converted = []
-    for layer, block in zip(numbers, blocks, strict=True):
-        carrying = chosen_kinds if layer in chosen else ()
-        connections = _make_connections(block, connection, arguments, dtype, call, skips, carrying)
-        _check_attributes(block, connections)
-        module, kinds_here = block.module, tuple(block.sites.values())
-        cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
-        _check_fixed(model, module, cls, connections.values())
-        _check_causal(block, connections.values())
-        converted.append((module, cls, connections))
-    everywhere = [made for _, _, connections in converted for made in connections.values()]
-    for index, made in enumerate(everywhere):
-        made.site = replace(made.site, index=index, count=len(everywhere))
-    with _restored_after_an_error(model):
-        for module, cls, connections in converted:
-            if not isinstance(module, cls):
-                module.__class__ = cls
-            for name, made in connections.items():
-                setattr(module, name, made)
-        _remove_unused(module for module, _, _ in converted)
-        _spare_from_weight_decay(model)
-        keep_in_config(model)
-        keep_for_timm(model)
+        call |= _differing(connection, skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed)
+    count = sum(len(additions) for _, additions in blocks)
+    skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed, count=count)
+    of_linear = {name: value for name, value in arguments.items() if name in arguments_of("linear")}
+    dtype = _dtype_of_parameters(model)
+    plan: Plan = []
+    for layer, (block, additions) in zip(numbers, blocks, strict=True):
+        made = {}
+        for name, addition in additions.items():
+            carries = layer in chosen and addition.kind in chosen_kinds
+            make, own = (connection, arguments) if carries else ("linear", of_linear)
+            made[name] = _made(block.module, addition, make, own, call, count, dtype, next(skips))
+        added = tuple(addition.kind for addition in additions.values() if addition.site.routed)
+        cls = routed_class(host_class(block.module), block.spec, added) if block.spec and added else (
+            written_class(block.module))
+        plan.append((block, cls, made))
+    _check_plan(model, plan)
+    _apply(model, plan)
     return model
 
 
@@ -234,9 +195,8 @@ def disconnect(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes, or they
-            have an instance attribute ``forward``, or the call would remove trainable parameters of a model in
-            DistributedDataParallel. The model is unchanged.
+        TypeError: ``model`` is not a module.
+        UnsupportedModelError: Modules are scripted, or the class or parameters of a block cannot change.
 
     Example:
         >>> import timm
@@ -244,42 +204,33 @@ def disconnect(model: ModelT) -> ModelT:
         >>> type(model.blocks[0]).__module__, sites(model)
         ('timm.models.vision_transformer', [])
     """
-    routed = [module for module in model.modules() if host_class(module) is not written_class(module)]
-    for module in model.modules():
-        _check_fixed(model, module, host_class(module), ())
-    with _restored_after_an_error(model):
-        for module in routed:
-            for name in _added(module):
-                delattr(module, name)
-            module.__class__ = host_class(module)
-        _remove_unused(model.modules())
-        written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
-        call = {"connection": "linear"}
-        for block in written:
-            for name, made in _make_connections(block, "linear", {}, None, call, repeat(None), carrying=()).items():
-                setattr(block.module, name, made)
-        _spare_from_weight_decay(model)
-        keep_in_config(model)
-        keep_for_timm(model)
+    _check_model(model)
+    plan: Plan = []
+    for block in find_modules(model):
+        if block.connections or block.is_derived:
+            own = _own_additions(block).items()
+            made = {name: _made(block.module, addition, "linear", {}, {}) for name, addition in own}
+            plan.append((block, host_class(block.module), made))
+    _check_plan(model, plan)
+    _apply(model, plan)
     return model
 
 
-@contextmanager
-def _restored_after_an_error(model: nn.Module) -> Iterator[None]:
-    """Restore the classes and attributes of a model if an error occurs while it is changed."""
-    before = [(module, type(module), dict(vars(module)), dict(named_children(module))) for module in model.modules()]
-    try:
-        yield
-    except BaseException:
-        for module, cls, attributes, children in before:
-            module.__class__ = cls
-            for present, earlier in ((vars(module), attributes), (attributes["_modules"], children)):
-                present.clear()
-                present.update(earlier)
-        raise
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        created = f": pass timm.create_model({model!r})" if isinstance(model, str) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}{created}")
+    name = next((name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"cannot connect or disconnect {type(model).__name__}: {name or 'the model'} is a scripted or traced "
+            "module, whose code is fixed: call connect before torch.jit.script or torch.jit.trace, or pass a part of "
+            "the model without scripted modules")
 
 
-_DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()}
+# ------------------------------------------------------------------------------------------------------- the plan
+_DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()
+             if name not in ("model", "arguments")}
 
 
 def _json_value(name: str, value: Any) -> Any:
@@ -291,14 +242,208 @@ def _json_value(name: str, value: Any) -> Any:
                          "values with functools.partial") from None
 
 
-def _spare_from_weight_decay(model: nn.Module) -> None:
+def _differing(connection: Union[str, Callable[..., Connection]], /, **arguments: Any) -> dict[str, Any]:
+    """Return those arguments of :func:`connect` that differ from their defaults."""
+    defaults = {**_DEFAULTS, **arguments_of(connection)}
+    return {name: _json_value(name, value) for name, value in arguments.items()
+            if name not in defaults or value != defaults[name]}
+
+
+def _blocks(model: nn.Module) -> list[Block]:
+    """Return the blocks that execute at least one residual addition in the model's configuration.
+
+    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
+    therefore does not count as unsupported.
+    """
+    found = find_modules(model)
+    try:
+        blocks = [(block, additions) for block in found if (additions := _additions(block))]
+    except RoutingError as error:
+        raise RoutingError(f"{error}: install a release of this library that timm_ortho supports, or register your own "
+                           "class again. The model is unchanged.") from None
+    inside = {module for block in found if block.spec or block.own()
+              for module in model.get_submodule(block.layer).modules()}
+    known = {block.module for block, _ in blocks}
+    unsupported = {}
+    for _, module, spec, _ in found:
+        cls = written_class(module)
+        is_adapter = module in inside and cls.__module__.partition(".")[0] not in LIBRARIES
+        if spec is None and module not in known and not is_adapter and is_residual(module):
+            unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
+    if unsupported or not blocks:
+        raise _unsupported(model, blocks, unsupported)
+    return blocks
+
+
+def _unsupported(model: nn.Module, blocks: list[Block], unsupported: dict[str, type]) -> UnsupportedModelError:
+    """Return the error of a model without supported blocks, or with unsupported residual blocks."""
+    supported = dict.fromkeys(
+        block.spec.name if block.spec else type(block.module).__qualname__ for block, _ in blocks)
+    problem = ("no residual block found (only forward is searched; for additions in another method, pass its name to "
+               "register_block: method=NAME)")
+    if supported or unsupported:
+        problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
+                   f"not supported: {', '.join(unsupported) or 'none'}")
+        unread = [name for name, cls in unsupported.items() if not has_source(cls)]
+        if unread:
+            problem += f". The source of {', '.join(unread)} cannot be read: define the class in a file"
+    if supported and unsupported:
+        problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
+                    "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
+    return UnsupportedModelError(
+        f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
+        "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
+        "class that has no stream", tuple(unsupported))
+
+
+def _additions(block: FoundModule) -> dict[str, Addition]:
+    """Return the additions of a block for which its class or its own code has connections, by attribute."""
+    additions = _own_additions(block)
+    module, spec = block.module, block.spec
+    kinds = reached(module, spec) if spec else ()
+    if spec and kinds:
+        dims, first = spec.dims(module), branch_first(host_class(module), spec)
+        site = SiteSpec(routed=True, tokens_apart=spec.tokens_apart, in_place=spec.keep == "branch")
+        additions.update({spec.sites[kind]: Addition(kind, dims[kind], first[kind], site) for kind in kinds})
+    for name, addition in additions.items():
+        present = getattr(module, name, None)
+        if present is not None and present is not block.connections.get(name, present):
+            raise ValueError(f"{block.name or 'the model'} ({type(module).__name__}) has a {type(present).__name__} "
+                             f"around its connection {name}: remove the wrapper first, for example by merge_and_unload "
+                             "of PEFT, then connect. The model is unchanged.")
+        if addition.site.routed and (name in block.own() or not isinstance(present, (Connection, type(None)))):
+            raise ValueError(f"{block.name or 'the model'} ({type(module).__name__}) already has an attribute {name}, "
+                             "the name of its connection: rename the attribute, or register its class with another "
+                             "kind. The model is unchanged.")
+    return additions
+
+
+def _own_additions(block: FoundModule) -> dict[str, Addition]:
+    """Return the additions for which the block's own code contains connections, with what their author has set."""
+    additions = {}
+    for name in block.own():
+        present = block.connections[name]
+        by_author = present.keep == "branch" and not present.site.arguments
+        site = SiteSpec(tokens_apart=present.site.tokens_apart, in_place=present.site.in_place or by_author)
+        additions[name] = Addition(name.removeprefix("connection_"), present.dim, present.branch_first, site)
+    return additions
+
+
+def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Collection[int]:
+    if layers is None:
+        return range(count)
+    indices = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not all(index in range(count) for index in indices):  # accepts NumPy integers
+        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}")
+    return {int(index) for index in indices}
+
+
+def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[Block]) -> Collection[str]:
+    known = dict.fromkeys(addition.kind for _, additions in blocks for addition in additions.values())
+    if kinds is None:
+        return known
+    requested = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else [kinds]
+    return {known_name("kind of branch", kind, known) for kind in requested}
+
+
+def _dtype_of_parameters(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model in one dtype, such as bfloat16. All other models need float32 for rho and theta."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    is_uniform = len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16, torch.float64}
+    return dtypes.pop() if is_uniform else torch.float32
+
+
+def _make_skips(blocks: Sequence[Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:
+    """Return an iterator over the skip transforms of all sites, with None for the identity."""
+    if skip == "identity" and arguments["rank"] is None:
+        return repeat(None)
+    skips: list[nn.Module] = []
+    for block, additions in blocks:
+        for addition in additions.values():
+            if not (block.spec and addition.site.routed):
+                raise ValueError(f"{block.name or 'the model'} is a {type(block.module).__name__}, whose own code "
+                                 "contains its connections: a skip needs the width of the stream, which is unknown; "
+                                 "omit skip and skip_rank")
+            width = block.spec.widths(block.module)[addition.kind]
+            skips.append(create_skip(skip, width, dim=addition.dim, site=len(skips), **arguments))
+    return iter([None] * len(skips) if skip == "identity" else skips)
+
+
+def _made(
+        block: nn.Module, addition: Addition, connection: Union[str, Callable[..., Connection]],
+        arguments: dict[str, Any], call: dict[str, Any], count: int = 1, dtype: torch.dtype = torch.float32,
+        skip: Optional[nn.Module] = None) -> Connection:
+    """Return the connection of an addition, on the device of its block.
+
+    ``arguments`` are passed to the connection. ``call`` has all arguments of :func:`connect`, with ``count`` sites.
+    """
+    parameters = (parameter for parameter in block.parameters() if parameter.is_floating_point())
+    parameter = next(parameters, None)  # quantized parameters have integer dtypes, or float8 of one byte
+    device = None if parameter is None else parameter.device
+    if skip is not None and parameter is not None:  # buffers of a user's skip
+        skip = skip.to(device, parameter.dtype if parameter.itemsize > 1 else torch.float32)
+    made = create_connection(connection, dim=addition.dim, skip=skip, device=device, dtype=dtype, **arguments)
+    made.branch_first = addition.branch_first
+    made.site = replace(addition.site, name=name_of(connection), arguments=call, count=count)
+    if made.site.in_place:
+        made.keep = "branch"
+    if made.site.tokens_apart and made.dims is None:
+        made.dims = [made.dim]
+    return made.train(block.training)
+
+
+# ----------------------------------------------------------------------------------------------------- the checks
+def _check_plan(model: nn.Module, plan: Plan) -> None:
+    """Raise an error if a block cannot get its class or its connections."""
+    is_distributed = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    for block, cls, connections in plan:
+        module, spec, written = block.module, block.spec, written_class(block.module)
+        if "forward" in vars(module) and written is not cls:
+            raise UnsupportedModelError(
+                f"cannot connect or disconnect {type(model).__name__}: a {type(module).__name__} has an instance "
+                "attribute forward, which hides the method of its class: remove it first")
+        wrapped = type(module) is not written
+        grows, shrinks = (any(parameter.requires_grad for each in these.values() for parameter in each.parameters())
+                          for these in (connections, block.connections))
+        if (wrapped and written is not cls) or (grows and (wrapped or is_sharded(module))) or (
+                (grows or shrinks) and is_distributed):
+            raise UnsupportedModelError(
+                f"cannot connect or disconnect {type(model).__name__}: its {type(module).__name__} is sharded or "
+                "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes "
+                "its parameters. Connect first, then wrap or shard the model")
+        whole = next((each for each in connections.values() if each.dims is None), None)
+        if whole and spec and (spec.causal or spec.text):
+            raise ValueError(
+                f"connection {whole.name!r} has one projection for all tokens of a sample, but "
+                f"{block.name or 'the model'} is a {'causal' if spec.causal else 'language model' + chr(39) + 's'} "
+                f"{type(module).__name__}: use 'feature' or 'hybrid', or restrict layers to other blocks. The model is "
+                "unchanged.")
+
+
+# ------------------------------------------------------------------------------------------------------ the change
+def _apply(model: nn.Module, plan: Plan) -> None:
+    """Give all blocks their classes and connections, and record them."""
+    _spare_from_weight_decay(model, plan)  # first, because it calls the user's no_weight_decay, which may fail
+    for block, cls, connections in plan:
+        if written_class(block.module) is not cls:
+            block.module.__class__ = cls
+        for name in block.connections.keys() - connections:
+            delattr(block.module, name)
+        for name, made in connections.items():
+            setattr(block.module, name, made)
+    for problem in [*_record_for_timm(model, plan), *_record_for_transformers(model)]:
+        warnings.warn(problem, stacklevel=3)
+
+
+def _spare_from_weight_decay(model: nn.Module, plan: Plan) -> None:
     """Add the parameters of connections to ``model.no_weight_decay()``, because decay towards 0 would harm them."""
     earlier = vars(model).get("no_weight_decay")
     if isinstance(earlier, partial) and earlier.func is _listed:  # set by an earlier call of connect
         del model.no_weight_decay
         if earlier.args[0] is not None:
             model.no_weight_decay = earlier.args[0]
-    names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
+    names = {".".join(filter(None, (block.name, attribute, name))) for block, _, connections in plan
+             for attribute, connection in connections.items() for name, _ in connection.named_parameters()}
     if names:
         own = getattr(model, "no_weight_decay", ())
         names.update(own() if callable(own) else own)
@@ -311,192 +456,184 @@ def _listed(replaced: Any, names: set[str]) -> set[str]:
     return set(names)
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
-    """Return the blocks that execute at least one residual addition in the model's configuration.
+# ----------------------------------------------------------------------------------------------------- the records
+def _record_for_timm(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Store the variant of each timm model in ``model`` where ``save_for_hf`` reads it; yield what cannot be stored.
 
-    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
-    therefore does not count as unsupported.
-
-    Raises:
-        UnsupportedModelError: There are no supported blocks, or there are unsupported residual blocks.
+    timm reads the architecture in ``pretrained_cfg``, and from release 1.0.31 on its arguments in ``_model_args``. If
+    no arguments describe the connections, ``_model_args`` gets a value that timm refuses to save.
     """
-    blocks, unsupported = [], {}
-    inside: set[nn.Module] = set()
-    for name, module in named_outside(model):
-        spec, own = spec_of(module), _own(module)
-        of_class = {spec.sites[kind]: kind for kind in reached(module, spec)} if spec else {}
-        here = [_Block(name, module, None, own), _Block(name, module, spec, of_class)]
-        blocks += [block for block in here if block.sites]
-        if spec or own:
-            inside.update(model.get_submodule(here[1].layer).modules())
-    known = {block.module for block in blocks}
+    whole: set[nn.Module] = set()
     for module in model.modules():
-        if module not in known and spec_of(module) is None and is_residual(module):
-            cls = written_class(module)
-            is_adapter = cls.__module__.partition(".")[0] not in LIBRARIES
-            if not is_adapter or module not in inside:
-                unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
-    if blocks and not unsupported:
-        return blocks
-    supported = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
-    problem = ("no residual block found (only forward is searched; for additions in another method, pass its name to "
-               "register_block: method=NAME)")
-    if supported or unsupported:
-        problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
-                   f"not supported: {', '.join(unsupported) or 'none'}")
-        unread = [name for name, cls in unsupported.items() if not has_source(cls)]
-        if unread:
-            problem += f". The source of {', '.join(unread)} cannot be read: define the class in a file"
-    if supported and unsupported:
-        problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
-                    "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
-    raise UnsupportedModelError(
-        f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
-        "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
-        "class that has no stream. The model is unchanged.", tuple(unsupported))
+        if hasattr(module, "forward_features") or "pretrained_cfg" in vars(module):
+            whole.update(module.modules())
+        if not isinstance(vars(module).get("pretrained_cfg"), Mapping):
+            continue
+        try:
+            arguments = connection_arguments(module)
+        except ValueError:
+            arguments = {"connection": type(sites(module)[0].connection)}
+        problem = keep_arguments(module, arguments)
+        architecture = vars(module)["pretrained_cfg"].get("architecture") or ""
+        if not takes_source_arguments and not _is_default(architecture, arguments):
+            problem = problem or ("timm before 1.0.31 saves no arguments, so save_for_hf does not save these "
+                                  "connections: use timm_ortho.hub.export")
+        if problem:
+            yield problem
+    is_timms = host_class(model).__module__.startswith(("timm.", "torch.nn.modules.container"))
+    if is_timms and any(block.spec and block.module not in whole and block.spec.name.startswith("timm.")
+                        for block, _, _ in plan):
+        yield (f"timm's save_for_hf does not save this change of a {host_class(model).__name__}, which is only a part "
+               "of a model: pass the whole model, and select blocks by layers")
 
 
-def _added(module: nn.Module) -> set[str]:
-    """Return the names of the attributes with the connections that ``connect`` added to a block.
+def keep_arguments(model: nn.Module, arguments: dict[str, Any]) -> str:
+    """Store the arguments of ``connect`` in a model of timm, and return the reason if this is impossible."""
+    cfg = vars(model)["pretrained_cfg"]
+    name, _, tag = (cfg.get("architecture") or "").partition(".")
+    if is_variant(name) and tag != IMPORT_TAG:  # created as a variant
+        arguments = arguments or {"connection": "linear"}
+    else:
+        base = base_name(name) if tag == IMPORT_TAG else name
+        variant = base + ("_orthog" if arguments.get("connection") == "global" else "_ortho")
+        if arguments and not is_model(variant):
+            return (f"'{base}' has no variant, so config.json cannot store its connections: timm-ortho list prints the "
+                    "variants")
+        stored = f"{variant}.{IMPORT_TAG}" if arguments else base
+        if stored != cfg.get("architecture"):
+            cfg = {**cfg, "architecture": stored}
+            vars(model).update(pretrained_cfg=cfg, default_cfg=cfg)
+    kept = {name: value for name, value in vars(model).get("_model_args", {}).items() if not is_variant_argument(name)}
+    vars(model)["_model_args"] = {
+        **kept, **{variant_argument(name): value for name, value in arguments.items()}}
+    return ""
 
-    ``connect`` replaced the class of such a block by a routed class, see :mod:`timm_ortho.blocks.routed`. For any other
-    module the result is empty.
+
+def _is_default(architecture: str, arguments: dict[str, Any]) -> bool:
+    """Return whether an architecture has the connections of these arguments without any arguments."""
+    connection = SUFFIXES.get(suffix_of(architecture.partition(".")[0]), "linear")
+    return {"connection": "linear", "eps": 1e-6, **arguments} == {"connection": connection, "eps": 1e-6}
+
+
+def _record_for_transformers(model: nn.Module) -> Iterator[str]:
+    """Store the arguments in ``config.timm_ortho`` of transformers' models; yield what cannot be stored.
+
+    ``save_pretrained`` writes the config. ``from_pretrained`` does not connect the model. Call
+    ``timm_ortho.connect(model, **model.config.timm_ortho)`` after it. The config is copied before it is changed,
+    because another model may share the object.
     """
-    if host_class(module) is written_class(module):
-        return set()
-    spec = spec_of(module)
-    of_class = spec.sites.values() if spec else ()
-    return {name for name, child in named_children(module)
-            if (connection := connection_in(name, child)) and (connection.site.routed or name in of_class)}
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    copies: dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
+    for module in model.modules() if transformers else ():
+        config: Any = vars(module).get("config")
+        if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:
+            copied = copy.deepcopy(config, copies)
+            vars(copied).pop("timm_ortho", None)
+            try:
+                arguments = connection_arguments(module)
+            except ValueError as error:
+                arguments = {}
+                yield f"save_pretrained will not save the connections of this {type(module).__name__}: {error}"
+            if arguments:
+                copied.timm_ortho = arguments
+    for module in model.modules() if copies else ():
+        config = vars(module).get("config")
+        if id(config) in copies:
+            module.config = copies[id(config)]
 
 
-def _own(module: nn.Module) -> dict[str, str]:
-    """Return the kinds of the connections that a module's own code contains, by attribute."""
-    added = _added(module)
-    return {name: name.removeprefix("connection_") for name, child in named_children(module)
-            if (connection := connection_in(name, child)) and name not in added
-            and not is_unused(module, name, connection)}
+# -------------------------------------------------------------------------------- names and arguments of variants
+SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # suffix -> connection
+
+# Tag of the architecture in an exported config.json. If timm_ortho is not imported, timm and transformers report an
+# unknown architecture with this tag, which names the package to import.
+IMPORT_TAG = "import_timm_ortho"
 
 
-def _remove_unused(blocks: Iterable[nn.Module]) -> None:
-    """Remove the connections that the present class of their block does not call, after the class was replaced."""
-    for module in list(blocks):
-        for name, child in list(module.named_children()):
-            if is_unused(module, name, child):
-                delattr(module, name)
+def suffix_of(name: str) -> str:
+    """Return the suffix of a variant's name, or an empty string.
 
-
-def _check_attributes(block: _Block, names: Iterable[str]) -> None:
-    """Raise ValueError if attributes of a block with the names of its connections contain anything else."""
-    module = block.module
-    own = _own(module) if block.spec else ()
-    for name in names:
-        present = getattr(module, name, None)
-        if present is not None and not isinstance(present, Connection) and connection_in(name, present):
-            raise ValueError(f"{block.label} ({type(module).__name__}) has a {type(present).__name__} around its "
-                             f"connection {name}: remove the wrapper first, for example by merge_and_unload of PEFT, "
-                             "then connect. The model is unchanged.")
-        if name in own or not isinstance(present, (Connection, type(None))):
-            raise ValueError(f"{block.label} ({type(module).__name__}) already has an attribute {name}, the name of "
-                             "its connection: rename the attribute, or register its class with another kind. The "
-                             "model is unchanged.")
-
-
-def _check_causal(block: _Block, connections: Iterable[Connection]) -> None:
-    """Raise ValueError if a connection projects over all tokens of a causal block or of a language model."""
-    made = next((connection for connection in connections if connection.dims is None), None)
-    if made and block.spec and (block.spec.causal or block.spec.text):
-        kind = "causal" if block.spec.causal else "language model's"
-        raise ValueError(
-            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.label} is a {kind} "
-            f"{type(block.module).__name__}: use 'feature' or 'hybrid', or restrict layers to other blocks. The model "
-            "is unchanged.")
-
-
-def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
-    """Raise UnsupportedModelError if a block cannot change its class to ``cls`` and receive ``connections``.
-
-    In DistributedDataParallel, it must not lose connections with trainable parameters either.
+    >>> suffix_of("vit_small_orthog"), suffix_of("vit_small")
+    ('_orthog', '')
     """
-    if "forward" in vars(block) and written_class(block) is not cls:
-        raise UnsupportedModelError(
-            f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has an instance attribute "
-            "forward, which hides the method of its class: remove it first. The model is unchanged.")
-    wrapped = type(block) is not written_class(block)
-    replaced = [connection for name, child in block.named_children() if (connection := connection_in(name, child))]
-    grows, shrinks = (any(parameter.requires_grad for connection in these for parameter in connection.parameters())
-                      for these in (connections, replaced))
-    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))) or (
-            (grows or shrinks) and any(isinstance(module, DistributedDataParallel) for module in model.modules())):
-        raise UnsupportedModelError(
-            f"cannot connect or disconnect {type(model).__name__}: its {type(block).__name__} is sharded or "
-            "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes its "
-            "parameters. Connect first, then wrap or shard the model. The model is unchanged.")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
-def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Collection[int]:
-    if layers is None:
-        return range(count)
-    try:
-        requested = layers if isinstance(layers, Iterable) else [layers]
-        indices = [operator.index(layer) for layer in requested]  # accepts NumPy integers
-    except TypeError:
-        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}") from None
-    outside = [index for index in indices if not 0 <= index < count]
-    if outside:
-        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {outside[0]} in {indices}")
-    return set(indices)
+def base_name(name: str) -> str:
+    """Return a name without the suffix of a variant.
 
-
-def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Block]) -> Collection[str]:
-    known = dict.fromkeys(kind for block in blocks for kind in block.sites.values())
-    if kinds is None:
-        return known
-    requested = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else [kinds]
-    return {known_name("kind of branch", kind, known) for kind in requested}
-
-
-def _make_connections(
-        block: _Block, connection: Union[str, Callable[..., Connection]], arguments: dict[str, Any],
-        dtype: Optional[torch.dtype], call: dict[str, Any], skips: Iterator[Optional[nn.Module]],
-        carrying: Collection[str],
-) -> dict[str, Connection]:
-    """Return the connections of a block by attribute; kinds that are not in ``carrying`` are linear.
-
-    ``arguments`` are passed to the connection. ``call`` contains all arguments of :func:`connect`.
+    >>> base_name("vit_small_orthog"), base_name("vit_small")
+    ('vit_small', 'vit_small')
     """
-    parameters = (parameter for parameter in block.module.parameters() if parameter.is_floating_point())
-    parameter = next(parameters, None)  # quantized parameters have integer dtypes, or float8 of one byte
-    options: dict[str, Any] = {} if parameter is None else dict(
-        device=parameter.device, dtype=parameter.dtype if parameter.itemsize > 1 else torch.float32)
-    moved = (skip.to(**options) if skip is not None and options else skip for skip in skips)  # buffers of a user's skip
-    of_linear = {name: value for name, value in arguments.items() if name in arguments_of("linear")}
-    made = {}
-    for attribute, detail in block.details().items():
-        make, own = (connection, arguments) if block.sites[attribute] in carrying else ("linear", of_linear)
-        made[attribute] = each = create_connection(
-            make, dim=detail["dim"], skip=next(moved), device=options.get("device"), dtype=dtype, **own)
-        each.branch_first = detail["branch_first"]
-        each.site = replace(detail["site"], name=name_of(make), arguments=call)
-        if each.site.in_place:
-            each.keep = "branch"
-        if each.site.tokens_apart and each.dims is None:
-            each.dims = [each.dim]
-        each.train(block.module.training)
-    return made
+    return name.removesuffix(suffix_of(name))
 
 
-def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:
-    """Return an iterator over the skip transforms of all sites, with None for the identity.
+def is_variant(name: str) -> bool:
+    """Return whether a name, with or without tag, is registered by this package.
+
+    >>> is_variant("vit_test_ortho.digits"), is_variant("resnet50")
+    (True, False)
+    """
+    return bool(name) and is_model(name) and model_entrypoint(name).__module__.startswith("timm_ortho.")
+
+
+def bases_with_variants() -> list[str]:
+    """Return the names ``X`` for which a model ``X_ortho`` is registered."""
+    return [name.removesuffix("_ortho") for name in list_models("*_ortho")]
+
+
+def variant_argument(name: str) -> str:
+    """Return the name that variants use for an argument of :func:`timm_ortho.connect`.
+
+    >>> variant_argument("prob"), variant_argument("skip_rank")
+    ('connection_prob', 'skip_rank')
+    """
+    return name if name in _DEFAULTS and name.startswith(("connection", "skip")) else f"connection_{name}"
+
+
+def is_variant_argument(name: str) -> bool:
+    """Return whether a variant passes an argument to :func:`timm_ortho.connect` instead of timm's model."""
+    return name == "skip" or name.startswith(("connection", "skip_"))
+
+
+def variant_arguments(connection: str) -> dict[str, Any]:
+    """Return the arguments of variants with a connection, and their defaults.
+
+    >>> variant_arguments("linear")["connection_eps"]
+    1e-06
+    """
+    return {variant_argument(name): value for name, value in (*_DEFAULTS.items(), *arguments_of(connection).items())}
+
+
+def accepts(connection: str, name: str) -> bool:
+    """Return whether a variant with a connection accepts an argument. ``**kwargs`` accept what no connection names.
+
+    >>> accepts("hybrid", "connection_start"), accepts("linear", "connection_start")
+    (True, False)
+    """
+    return name in variant_arguments(connection) or (
+        takes_any(CONNECTIONS[connection]) and not any(name in variant_arguments(known) for known in CONNECTIONS))
+
+
+def pop_connect_arguments(kwargs: dict[str, Any], connection: str) -> dict[str, Any]:
+    """Remove the arguments of connections from ``kwargs`` and return them as arguments of ``connect``.
+
+    >>> kwargs = dict(num_classes=5, connection_prob=0.5)
+    >>> pop_connect_arguments(kwargs, "feature"), kwargs
+    ({'connection': 'feature', 'prob': 0.5}, {'num_classes': 5})
+
+    Args:
+        kwargs: Arguments of a variant; changed in place.
+        connection: The default connection.
 
     Raises:
-        ValueError: The name is unknown, or an argument does not fit a width of the model.
+        ValueError: The connection is unknown, or an argument that begins with ``connection`` or ``skip_`` is unknown.
     """
-    if skip == "identity" and arguments["rank"] is None:
-        return repeat(None)
-    streams = [(block.widths()[name], detail["dim"]) for block in blocks for name, detail in block.details().items()]
-    skips = [
-        create_skip(skip, width, dim=dim, count=len(streams), site=site, **arguments)
-        for site, (width, dim) in enumerate(streams)
-    ]
-    return iter([None] * len(skips) if skip == "identity" else skips)
+    connection = known_connection(kwargs.pop("connection", connection))
+    known = variant_arguments(connection)
+    arguments = {"connection": connection}
+    for name in [name for name in kwargs if is_variant_argument(name)]:
+        if name.startswith("skip") or not takes_any(CONNECTIONS[connection]):
+            known_name("argument", name, known)
+        arguments[name.removeprefix("connection_")] = kwargs.pop(name)
+    return arguments

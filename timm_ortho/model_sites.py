@@ -1,13 +1,17 @@
-"""Sites: :func:`sites` lists the residual additions of a model with connections."""
+"""Find the connections of a model. :func:`sites` lists them, :func:`connection_arguments` tells how they were made."""
 import inspect
 import warnings
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from types import MethodType
-from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple, cast
+from typing import Any, NamedTuple, Optional, cast
 
 from torch import nn
 
 from ._bytecode import names_in, uses
-from .connections import Connection
+from ._compat import all_children
+from .blocks import BlockSpec, host_class, spec_of, written_class
+from .connections import CONNECTIONS, Connection
 
 
 class Site(NamedTuple):
@@ -28,54 +32,59 @@ class Site(NamedTuple):
     connection: Connection
 
 
-def sites(model: nn.Module) -> List[Site]:
-    """Return the sites of a model, block by block; an empty list for a model without connections.
+class FoundModule(NamedTuple):
+    """A module of a model that is neither a connection nor inside one.
 
-    A connection inside another connection is no site.
-
-    A warning reports blocks whose class or ``forward`` was replaced after :func:`timm_ortho.connect`, as token merging
-    does. The new code does not call the connections, so the additions of these blocks are linear.
-
-    Example:
-        >>> import timm
-        >>> for layer, kind, name, connection in sites(timm.create_model("vit_test_ortho"))[:2]:
-        ...     print(layer, kind, name, connection)
-        0 attention blocks.0.connection_attention FeatureConnection(dim=-1, eps=1e-06)
-        0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
+    Attributes:
+        name: Name in ``named_modules()``.
+        module: The module.
+        spec: Description of its class without connections; None if this is no supported block.
+        connections: The connections among its children, by attribute. Wrappers of connections are seen through.
     """
-    connections = [
-        (name, block, attribute, connection) for name, block in named_outside(model)
-        for attribute, child in block.named_children() if (connection := connection_in(attribute, child)) is not None
-    ]
-    unused = {}
-    for name, block, attribute, connection in connections:
-        if is_unused(block, attribute, connection):
-            unused[name] = type(block).__name__
-        elif connection.site.routed and _hides_connection(block, attribute):
-            unused[name] = vars(block)["forward"].__qualname__
-    if unused:
-        warnings.warn(
-            f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
-            f"class or forward was replaced after connect, and the new code does not call connections: "
-            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
-            "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
-            stacklevel=2)
-    layers = layers_of(layer_name(name, connection.site.depth) for name, _, _, connection in connections)
-    return [
-        Site(layer, attribute.removeprefix("connection_"),
-             ".".join(filter(None, (name, attribute, _path(block.get_submodule(attribute), connection)))), connection)
-        for layer, (name, block, attribute, connection) in zip(layers, connections, strict=True)
-    ]
+
+    name: str
+    module: nn.Module
+    spec: Optional[BlockSpec]
+    connections: dict[str, Connection]
+
+    @property
+    def layer(self) -> str:
+        """Name of the module that ``connect(layers=...)`` counts as this block's layer: the block or a parent of it."""
+        parts = self.name.split(".")
+        return ".".join(parts[:max(len(parts) - (self.spec.depth if self.spec else 0), 0)])
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether :func:`timm_ortho.connect` replaced the class of the module by a derived class."""
+        return host_class(self.module) is not written_class(self.module)
+
+    def own(self) -> list[str]:
+        """Return the attributes of those connections that the module's own code contains."""
+        added = self.spec.sites.values() if self.spec and self.is_derived else ()
+        return [name for name, connection in self.connections.items() if name not in added and not (
+            connection.site.routed and (self.is_derived or not uses(cast(type, type(self.module)), name)))]
 
 
-def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """Yield ``model.named_modules()`` without connections, wrappers of connections and the modules inside them."""
-    inside = {inner for module in model.modules() for name, child in module.named_children()
-              if connection_in(name, child) is not None for inner in child.modules()}
-    return model.named_modules(inside)
+def find_modules(model: nn.Module) -> list[FoundModule]:
+    """Return the modules of a model in the order of ``named_modules()``, without connections and their wrappers."""
+    found = []
+    specs: dict[type, Optional[BlockSpec]] = {}
+    inside: set[nn.Module] = set()  # connections, wrappers and the modules inside them; a parent precedes its children
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        connections = {attribute: connection for attribute, child in all_children(module)
+                       if (connection := _connection_in(attribute, child)) is not None}
+        for attribute in connections:
+            inside.update(module.get_submodule(attribute).modules())
+        cls = type(module)
+        if cls not in specs:
+            specs[cls] = spec_of(module)
+        found.append(FoundModule(name, module, specs[cls], connections))
+    return found
 
 
-def connection_in(attribute: str, child: Optional[nn.Module]) -> Optional[Connection]:
+def _connection_in(attribute: str, child: Optional[nn.Module]) -> Optional[Connection]:
     """Return the connection that a child of a block is or wraps; None for any other child.
 
     PEFT's ``modules_to_save``, for example, replaces a connection by a wrapper with the original and a trained copy.
@@ -90,32 +99,64 @@ def connection_in(attribute: str, child: Optional[nn.Module]) -> Optional[Connec
     return active if active in inner else inner[-1] if inner else None
 
 
+def sites(model: nn.Module) -> list[Site]:
+    """Return the sites of a model, block by block; an empty list for a model without connections.
+
+    A connection inside another connection is no site.
+
+    A warning reports blocks whose class or ``forward`` was replaced after :func:`timm_ortho.connect`, as token merging
+    does. The new code does not call the connections, so the additions of these blocks are linear.
+
+    Example:
+        >>> import timm
+        >>> for layer, kind, name, connection in sites(timm.create_model("vit_test_ortho"))[:2]:
+        ...     print(layer, kind, name, connection)
+        0 attention blocks.0.connection_attention FeatureConnection(dim=-1, eps=1e-06)
+        0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
+    """
+    return _sites(model)
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    connected = [each for each in find_modules(model) if each.connections]
+    unused = {each.name: code for each in connected for name in each.connections if (code := _code_without(each, name))}
+    if unused:
+        warnings.warn(
+            f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
+            f"class or forward was replaced after connect, and the new code does not call connections: "
+            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
+            "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
+            stacklevel=3)
+    layers = layers_of(each.layer for each in connected)
+    return [
+        Site(layer, attribute.removeprefix("connection_"),
+             ".".join(filter(None, (each.name, attribute, _path(each.module.get_submodule(attribute), connection)))),
+             connection)
+        for layer, each in zip(layers, connected, strict=True) for attribute, connection in each.connections.items()
+    ]
+
+
 def _path(wrapper: nn.Module, connection: Connection) -> str:
     return next(name for name, module in wrapper.named_modules() if module is connection)
 
 
-def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
-    """Return whether the class of the block was replaced and no longer calls the connection that was added."""
-    return (isinstance(connection, Connection) and connection.site.routed
-            and not uses(cast(type, type(block)), attribute))
+def _code_without(block: FoundModule, attribute: str) -> str:
+    """Return the name of the code that replaced a block's class or forward and does not call a connection, or "".
 
-
-def _hides_connection(block: nn.Module, attribute: str) -> bool:
-    """Return whether an instance has its own ``forward``, without the connection that its class's ``forward`` calls.
-
-    If the instance's ``forward`` may call another ``forward``, return False, because that one may call the connection.
+    If the ``forward`` of an instance may call another ``forward``, that one may call the connection.
     """
-    forward: Any = vars(block).get("forward")
-    code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))
+    module = block.module
+    if not block.connections[attribute].site.routed:
+        return ""
+    if not uses(cast(type, type(module)), attribute):
+        return type(module).__name__
+    forward: Any = vars(module).get("forward")
+    code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(module).forward))
     names = names_in(code)
-    return (isinstance(forward, MethodType) and forward.__self__ is block and code is not None and not code.co_freevars
-            and attribute in names_in(hidden) - names and not any("forward" in name for name in names))
-
-
-def layer_name(block: str, depth: int) -> str:
-    """Return the name of the module ``depth`` levels above a block."""
-    parts = block.split(".")
-    return ".".join(parts[:max(len(parts) - depth, 0)])
+    hides = (isinstance(forward, MethodType) and forward.__self__ is module and code is not None
+             and not code.co_freevars and attribute in names_in(hidden) - names
+             and not any("forward" in name for name in names))
+    return forward.__qualname__ if hides else ""
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
@@ -133,3 +174,44 @@ def layers_of(blocks: Iterable[str]) -> Iterator[int]:
         if outer is None or not (name == outer or outer == "" or name.startswith(f"{outer}.")):
             outer, layer = name, layer + 1
         yield layer
+
+
+def connection_arguments(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of the call of :func:`timm_ortho.connect` that made a model's connections.
+
+    All values are valid JSON, so they can be saved beside a state dict. To rebuild the connections, call
+    ``connect(model, **arguments)``. Attributes of connections that were changed later, such as
+    ``eps``, are not included.
+
+    >>> import timm
+    >>> connection_arguments(timm.create_model("vit_test_ortho", connection_layers=[1, 2]))
+    {'connection': 'feature', 'eps': 1e-06, 'layers': [1, 2]}
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Arguments of ``connect`` by name. Arguments other than ``connection`` and ``eps`` are omitted if they equal
+        their default. The dict is empty for a model without connections, and for linear connections that the code of
+        the model creates.
+
+    Raises:
+        ValueError: The sites are not all sites of one call of ``connect``, or the connection is not registered.
+    """
+    connections = [site.connection for site in _sites(model)]
+    if all(made.name == "linear" and not made.site.arguments for made in connections):
+        return {}
+    specs = [made.site for made in connections]
+    arguments, count = specs[0].arguments, specs[0].count
+    if any(spec.arguments != arguments for spec in specs):
+        raise ValueError("the sites have different connections: connect the whole model with one call")
+    if not arguments:
+        raise ValueError("the code of the model made its connections, and their arguments are not stored: connect the "
+                         "whole model with one call")
+    if len(specs) != count:
+        raise ValueError(f"the {len(specs)} sites are not the {count} sites of one call of connect: connect the whole "
+                         "model with one call, or use the arguments of that call")
+    if arguments["connection"] not in CONNECTIONS:
+        raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
+                         "store it: register it with timm_ortho.register_connection, and connect the model by its name")
+    return deepcopy(arguments)

@@ -46,8 +46,8 @@ from torch import nn
 from ._images import data_config
 from ._text import UserError, error_text, finite, whole_lines, without_nan
 from ._yaml import YAMLError, load_written_yaml
+from .convert import is_variant_argument
 from .hub_client.errors import WeightsError
-from .models.variant_arguments import is_variant_argument
 from .update import backend
 from .weights.files import load_checkpoint
 

@@ -43,11 +43,11 @@ def main() -> None:
 
 
 def survey(module: str) -> dict:
-    """Return three dicts by architecture: `covered` and `with_norm` have numbers of sites, `left_out` has reasons.
+    """Return three dicts by architecture: `covered` and `before_norm` have numbers of sites, `left_out` has reasons.
 
-    `with_norm` lists only architectures with at least one such site.
+    `before_norm` lists only architectures with at least one such site.
     """
-    covered, left_out, with_norm = {}, {}, {}
+    covered, left_out, before_norm = {}, {}, {}
     for name in coverage.architectures(module):
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated models warn
@@ -62,8 +62,8 @@ def survey(module: str) -> dict:
             following = [getattr(block, norm) for block in model.modules() if (spec := spec_of(block))
                          for norm in next_norms(block, spec).values()]
             if count := sum(not isinstance(norm, torch.nn.Identity) for norm in following):
-                with_norm[name] = count
-    return {"covered": covered, "left_out": left_out, "with_norm": with_norm}
+                before_norm[name] = count
+    return {"covered": covered, "left_out": left_out, "before_norm": before_norm}
 
 
 def reason(model, error: UnsupportedModelError) -> str:

@@ -23,8 +23,8 @@ import timm
 from timm.models import _registry
 
 import timm_ortho  # noqa: F401  registers the variants
+from timm_ortho.convert import base_name, is_variant
 from timm_ortho.models import coverage
-from timm_ortho.models.names import base_name, is_variant
 
 # Quick variants with many kinds of blocks, stems, norms and heads. About half are _ortho, and half are _orthog.
 SPREAD = (

@@ -349,9 +349,9 @@ def test_coverage_lists_every_architecture_of_the_registry():
     assert rows["vgg"].covered == {}
     assert set(rows["vgg"].left_out.values()) == {"no residual additions"}
     assert rows["resnet"].covered["resnet18"] == 8
-    assert rows["resnet"].with_norm == {}
+    assert rows["resnet"].before_norm == {}
     assert coverage.cells(rows["convit"]) == ("convit", "3", "24", "12", "")
-    assert all(row.with_norm.keys() <= row.covered.keys() for row in rows.values())
+    assert all(row.before_norm.keys() <= row.covered.keys() for row in rows.values())
     assert "re-parameterisation" in rows["byobnet"].left_out["repvgg_a0"]
 
 
@@ -365,7 +365,7 @@ def test_every_covered_architecture_is_registered():
 
 def test_architectures_of_a_newer_timm_are_reported(monkeypatch):
     monkeypatch.setattr(coverage, "load", lambda: {"timm": "1.0.0", "modules": {
-        "resnet": {"covered": {"resnet18": 8}, "left_out": {}, "with_norm": {}}}})
+        "resnet": {"covered": {"resnet18": 8}, "left_out": {}, "before_norm": {}}}})
     rows = {row.module: row for row in coverage.timm_modules()}
     assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
     assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}

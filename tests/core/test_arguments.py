@@ -156,13 +156,9 @@ def test_sites_that_differ_have_no_common_arguments():
         connection_arguments(model)
 
 
-@pytest.mark.parametrize(("arguments", "source"), [
-    ({}, None), (dict(layers=[1]), "blocks.1.connection_mlp"), (dict(kinds="mlp"), "blocks.1.connection_mlp"),
-    (dict(layers=[0]), "blocks.1.connection_mlp")], ids=str)
-def test_connections_that_were_replaced_by_hand_have_no_arguments(arguments, source):
-    model = connect(timm.create_model("vit_test_linear"), "feature", **arguments)
-    model.blocks[0].connection_attention = (
-        copy.deepcopy(model.get_submodule(source)) if source else create_connection("feature"))
+def test_connections_that_were_replaced_by_hand_have_no_arguments():
+    model = timm.create_model("vit_test_ortho")
+    model.blocks[0].connection_attention = create_connection("feature")
     with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
         connection_arguments(model)
 
@@ -187,46 +183,18 @@ def test_a_connection_on_its_own_has_no_site_and_copies_of_models_share_one_dict
     assert connection_arguments(model)["layers"] == [1]
 
 
-def test_a_model_with_a_disconnected_part_has_no_arguments():
-    """The remaining layers are renumbered from 0, so the argument `layers` would select other blocks."""
+def test_parts_and_models_with_a_disconnected_part_have_no_arguments():
     model = connect(timm.create_model("vit_test_ortho"), "feature", layers=[1, 2])
+    twice = nn.ModuleList([model, copy.deepcopy(model)])
     disconnect(model.blocks[0])
-    with pytest.raises(ValueError, match=r"blocks\.0 has no connections: connect the whole model with one call"):
-        connection_arguments(model)
+    for part, count in ((model, 6), (model.blocks[2:], 4), (twice, 14)):
+        with pytest.raises(ValueError, match=f"the {count} sites are not the 8 sites of one call of connect: connect"):
+            connection_arguments(part)
 
 
 def test_connections_in_the_code_of_a_block_are_not_from_connect():
     with pytest.raises(ValueError, match="connect the whole model with one call"):
         connection_arguments(nn.Sequential(Written()))
-
-
-def test_parts_count_their_own_layers():
-    model = connect(timm.create_model("vit_test_ortho"), "global", layers=[1, 3], kinds="mlp")
-    arguments = connection_arguments(model)
-    assert connection_arguments(model.blocks[2:]) == {**arguments, "layers": [1]}
-    assert connection_arguments(model.blocks[2:3])["connection"] == "linear"
-    for block in model.blocks:
-        connect(block, "global", layers=0, kinds="mlp")
-    assert connection_arguments(model) == {**arguments, "layers": [0, 1, 2, 3]}
-
-
-@pytest.mark.parametrize(("skip", "refused"), [
-    ("orthogonal_tp", ()), ("orthogonal_random", ("end", "twice")), ("scaled", ("start", "end", "twice"))])
-def test_parts_have_no_arguments_if_their_skips_depend_on_the_whole_model(skip, refused):
-    def skips(model):
-        return [(site.connection.skip.seed, site.connection.skip.own) for site in sites(model)]
-
-    blocks = connect(timm.create_model("vit_test_linear"), skip=skip).blocks
-    twice = nn.ModuleList([blocks, copy.deepcopy(blocks)])
-    parts = {"whole": blocks, "start": blocks[:2], "end": blocks[2:], "twice": twice}
-    for name, part in parts.items():
-        if name in refused:
-            with pytest.raises(ValueError, match=f"skip '{skip}' depends on .* these {len(sites(part))} sites are not "
-                                                 "the 8 sites of one call of connect: use the arguments of the whole"):
-                connection_arguments(part)
-        else:
-            arguments, expected = connection_arguments(part), skips(part)
-            assert skips(connect(copy.deepcopy(part), **arguments)) == expected
 
 
 @torch.no_grad()

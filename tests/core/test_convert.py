@@ -3,6 +3,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -438,7 +439,7 @@ def unchanged(model, *args, **kwargs):
     ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
     ({"layers": ["0"]}, ["layers", "'0'"]),
     ({"layers": 2}, ["layers", "[0, 1]", "got 2"]),
-    ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
+    ({"layers": 1.5}, ["layers", "[0, 1]", "got 1.5"]),
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["unknown argument of connection 'hybrid': 'prob'"]),
@@ -468,6 +469,29 @@ def test_models_that_cannot_be_converted(model, words):
     error = unchanged(model, "feature")
     assert isinstance(error, UnsupportedModelError)
     assert all(word in str(error) for word in words), error
+
+
+@pytest.mark.parametrize("call", [connect, disconnect])
+def test_what_is_not_a_model_of_python_code(call):
+    with pytest.raises(TypeError, match=r"got 'vit_test_ortho': pass timm\.create_model\('vit_test_ortho'\)$"):
+        call("vit_test_ortho")
+    model = nn.Sequential(connect(tiny_vit(), "feature"), torch.jit.script(tiny_vit()))
+    with pytest.raises(UnsupportedModelError, match=r"1 is a scripted or .* call connect before torch\.jit\.script"):
+        call(model)
+    assert {site.connection.name for site in sites(model)} == {"feature"}
+
+
+@pytest.mark.parametrize(("part", "name"), [
+    (lambda model: model.blocks, "Sequential"), (lambda model: model.blocks[0], "Block"), (lambda model: model, None),
+    (lambda model: nn.Sequential(model, nn.Identity()), None), (lambda model: tiny_vit(), None)])
+def test_parts_that_timm_does_not_save_warn(part, name):
+    model = part(timm.create_model("vit_test_linear"))
+    for call in (connect, disconnect):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(model)
+        assert [f"this change of a {name}, which is only a part" in str(each.message) for each in caught] == (
+            [True] if name else [])
 
 
 class Adapter(nn.Module):
@@ -525,8 +549,9 @@ def test_a_block_that_a_new_timm_release_has_changed(monkeypatch):
     classes = [type(m) for m in model.modules()]
     with pytest.raises(RoutingError) as error:
         connect(model, "feature")
-    for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}"):
+    for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}", "install a release"):
         assert words in str(error.value)
+    assert "\n" not in str(error.value)
     assert [type(m) for m in model.modules()] == classes
     assert not sites(model)
 

@@ -20,9 +20,9 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
 from timm_ortho import cli
+from timm_ortho.convert import SUFFIXES, bases_with_variants
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import memory, recipe
-from timm_ortho.models.names import SUFFIXES, bases_with_variants
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = paper.numbers()

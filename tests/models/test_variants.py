@@ -12,10 +12,10 @@ from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, m
 
 import timm_ortho
 from timm_ortho import connection_arguments, sites
+from timm_ortho.convert import SUFFIXES, base_name
 from timm_ortho.lab.planning.recipe import load as load_recipe
 from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
-from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights.pretrained import ENTRIES
 

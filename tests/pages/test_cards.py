@@ -12,8 +12,8 @@ from PIL import Image
 from timm.models import get_pretrained_cfg
 
 from scripts.pages import __main__ as pages, cards
+from timm_ortho.convert import SUFFIXES, is_variant, suffix_of
 from timm_ortho.lab.reporting import published
-from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
 from timm_ortho.weights.pretrained import ENTRIES
 
 ROOT = Path(__file__).parents[2]

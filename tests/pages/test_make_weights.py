@@ -12,8 +12,8 @@ from timm.models import get_pretrained_cfg
 
 from scripts import make_weights
 from scripts.pages import cards
+from timm_ortho.convert import SUFFIXES
 from timm_ortho.lab.reporting import published
-from timm_ortho.models.names import SUFFIXES
 from timm_ortho.weights.pretrained import weights_file
 
 

@@ -11,9 +11,9 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
+from timm_ortho.convert import variant_arguments
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.train_options import known_options
-from timm_ortho.models.variant_arguments import variant_arguments
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,10 +16,10 @@ from timm.models import _registry, get_pretrained_cfg
 import timm_ortho
 from scripts.pages import cards
 from timm_ortho import WeightsError, cli, sites
+from timm_ortho.convert import is_variant
 from timm_ortho.lab.data import Digits
 from timm_ortho.lab.planning import recipe
 from timm_ortho.models.build import register
-from timm_ortho.models.names import is_variant
 from timm_ortho.weights import pretrained
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import torch
 
 from .._checks import known_name
 from .._text import UserError, did_you_mean, error_text
+from ..convert import bases_with_variants, suffix_of
 from ..functional import choose_backend
 from ..model_sites import sites
-from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

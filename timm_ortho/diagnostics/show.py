@@ -10,7 +10,7 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
-from .._compat import named_children
+from .._compat import all_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
 from ..blocks import next_norms, spec_of
@@ -79,7 +79,7 @@ def fused_norms(model: nn.Module) -> str:
         spec = spec_of(block)
         if spec is not None:
             for kind, norm in next_norms(block, spec).items():
-                connection = dict(named_children(block)).get(spec.sites[kind])
+                connection = dict(all_children(block)).get(spec.sites[kind])
                 fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 

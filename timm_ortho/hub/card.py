@@ -17,7 +17,7 @@ from .._checks import known_name
 from .._text import finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
-from ..models.names import IMPORT_TAG
+from ..convert import IMPORT_TAG
 from ..run_folder import Run
 from ..skips import SKIPS
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from .._compat import load_model_config_from_path
 from .._text import did_you_mean
+from ..convert import is_variant
 from ..hub_client.download import CacheDir, fetch, split_revision
 from ..hub_client.errors import WeightsError, check_repo_id
-from ..models.names import is_variant
 from ..models.variants import create_plain
 from ..weights.checks import naming_the_source, safetensors_name, weights_in_folder
 

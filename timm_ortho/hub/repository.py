@@ -32,15 +32,14 @@ from torch import nn
 
 from .._compat import current_arguments
 from .._text import UserError, error_text
-from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
+from ..convert import IMPORT_TAG, base_name, is_variant, keep_arguments
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
+from ..model_sites import connection_arguments
 from ..models import variants
 from ..models.coverage import bases
-from ..models.names import IMPORT_TAG, base_name, is_variant
 from ..run_folder import CheckpointRun, Run, check_sources, class_names, image_config, is_local, own_modules, run_model
-from ..saving import keep_arguments
 from ..skips import SKIPS
 from .card import CURVE, Subject, draw_curve, model_card
 

@@ -1,6 +1,5 @@
 """Build and register variants: replace the residual additions of timm's model, then check and load its weights."""
 import sys
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Callable, Dict, Optional, Union
@@ -17,13 +16,11 @@ from timm.models import (
 from torch import nn
 
 from .._compat import adapt_model_from_file, takes_source_arguments
-from ..convert import connect
+from ..convert import IMPORT_TAG, SUFFIXES, base_name, connect, pop_connect_arguments
 from ..diagnostics import record_if_requested
 from ..hub_client.errors import WeightsError
 from ..weights.checks import check_classes, check_finite, checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
-from .names import IMPORT_TAG, SUFFIXES, base_name
-from .variant_arguments import pop_connect_arguments
 
 
 def create(
@@ -109,9 +106,7 @@ _WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
 
 def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     """Return a copy of a configuration for another architecture, without the fields that describe weights."""
-    own = copy(cfg)  # dataclasses.replace takes several times as long, and there are thousands of configurations
-    vars(own).update(_WITHOUT_WEIGHTS, architecture=architecture)
-    return own
+    return replace(cfg, **_WITHOUT_WEIGHTS, architecture=architecture)
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:

@@ -14,7 +14,9 @@ from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 from timm.models import list_models, list_modules, model_entrypoint
 
+from .._text import did_you_mean
 from ..blocks import specs
+from ..convert import base_name, is_variant
 
 FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
@@ -28,19 +30,19 @@ class ModuleCoverage(NamedTuple):
         covered: Number of sites (residual additions) of each architecture with variants.
         left_out: Reason for each architecture without variants. Architectures that ``coverage.json`` does not list have
             ``UNKNOWN`` here, although they have variants if the module has any covered architecture.
-        with_norm: For each architecture with such sites, the number of sites whose sum enters a norm of the block next.
+        before_norm: Number of sites whose sum a norm of the block reads next, for each architecture with such sites.
     """
 
     module: str
     covered: Dict[str, int]
     left_out: Dict[str, str]
-    with_norm: Dict[str, int]
+    before_norm: Dict[str, int]
 
 
 @cache
 def load() -> dict:
-    """Return ``coverage.json``: the release of ``timm``; ``covered``, ``left_out`` and ``with_norm`` by module."""
-    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"timm": None, "modules": {}}
+    """Return ``coverage.json``: the release of ``timm``; ``covered``, ``left_out`` and ``before_norm`` by module."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def architectures(module: str) -> List[str]:
@@ -71,8 +73,8 @@ def timm_modules() -> List[ModuleCoverage]:
             continue
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
         left_out = {name: known["left_out"].get(name, UNKNOWN) for name in names if name not in covered}
-        with_norm = {name: sites for name, sites in known["with_norm"].items() if name in covered}
-        modules.append(ModuleCoverage(module, covered, left_out, with_norm))
+        before_norm = {name: sites for name, sites in known["before_norm"].items() if name in covered}
+        modules.append(ModuleCoverage(module, covered, left_out, before_norm))
     return modules
 
 
@@ -84,6 +86,16 @@ def why_left_out(name: str) -> str:
     """
     reasons = (row.left_out.get(name) for row in timm_modules())
     return next((f"; {name} has no variants: {reason}" for reason in reasons if reason and reason != UNKNOWN), "")
+
+
+def similar_variants(pattern: str) -> str:
+    """Return text to append to a message about an unknown variant.
+
+    The text has the reason why an architecture of timm has no variants, similar names, or how to list all variants.
+    """
+    variants = [name for name in list_models() if is_variant(name)]
+    return why_left_out(base_name(pattern)) or did_you_mean(pattern.strip("*"), variants, 3) or (
+        "; timm-ortho list '*' lists all variants")
 
 
 def libraries() -> Dict[str, Dict[str, List[str]]]:
@@ -107,12 +119,12 @@ def cells(row: ModuleCoverage) -> Tuple[str, ...]:
     total = len(row.covered) + len(row.left_out)
     architectures = f"{len(row.covered)} of {total}" if row.left_out else f"{total}"
     sites = _range(row.covered.values())
-    with_norm = _range(row.with_norm.get(name, 0) for name in row.covered) if row.with_norm else ""
+    before_norm = _range(row.before_norm.get(name, 0) for name in row.covered) if row.before_norm else ""
     by_reason: Dict[str, List[str]] = {}
     for name, reason in row.left_out.items():
         by_reason.setdefault(reason, []).append(name)
     left_out = [f"{_listed(names)}: {reason}" if row.covered else reason for reason, names in by_reason.items()]
-    return row.module, architectures, sites, with_norm, "; ".join(left_out)
+    return row.module, architectures, sites, before_norm, "; ".join(left_out)
 
 
 def table() -> str:

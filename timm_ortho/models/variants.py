@@ -15,19 +15,18 @@ from timm.models import (
     PretrainedCfg,
     build_model_with_cfg,
     get_pretrained_cfg,
-    is_model,
     model_entrypoint,
     resolve_pretrained_cfg,
 )
 from torch import nn
 
+from ..convert import SUFFIXES, bases_with_variants
 from ..routing import syntax_tree
 from .build import create, register, unpretrained
 from .coverage import bases
-from .names import SUFFIXES
 
 default_cfgs: Dict[str, Any] = {}  # read by timm's registry
-__all__ = []  # timm's registry appends the names of models
+__all__ = ["register_variants"]  # timm's registry appends the names of models
 
 
 def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
@@ -111,7 +110,7 @@ def register_variants(architecture: str) -> None:
     registered, as for the architectures of timm, the call has no effect. docs/own_blocks.md has a complete example.
 
     >>> register_variants("resnet18")
-    >>> is_model("resnet18_ortho")
+    >>> timm.is_model("resnet18_ortho")
     True
 
     Args:
@@ -126,26 +125,18 @@ def register_variants(architecture: str) -> None:
     if cfg is None or "." in architecture:  # a name with the tag of weights
         raise ValueError(f"timm has no architecture {architecture!r} with a configuration: add the name to "
                          "default_cfgs of the module, then register the entry point with timm.models.register_model")
-    if not is_model(f"{architecture}_ortho"):
+    if architecture not in bases_with_variants():
         _register(architecture, cfg)
 
 
 def _register(base: str, cfg: PretrainedCfg) -> None:
-    for suffix in ("_ortho", "_orthog"):
-        name, connection = base + suffix, SUFFIXES[suffix]
-        entry = partial(_create, name, base, connection)
-        doc = f"{base} with {connection} connections. Takes the arguments of {base}, ``connection*`` and ``skip*``."
-        register(__name__, name, entry, unpretrained(cfg, name), doc)
+    for suffix, connection in SUFFIXES.items():
+        if connection != "linear":  # timm's own name
+            name = base + suffix
+            entry = partial(_create, name, base, connection)
+            doc = f"{base} with {connection} connections. Takes the arguments of {base}, ``connection*`` and ``skip*``."
+            register(__name__, name, entry, unpretrained(cfg, name), doc)
 
 
-def _register_all() -> None:
-    home = sys.modules[__name__]
-    names = []
-    for base in bases():
-        _register(base, sys.modules[model_entrypoint(base).__module__].default_cfgs[base].default)
-        names += home.__all__
-        home.__all__ = []  # short, because timm's registry searches this list for each new name
-    home.__all__ = [*names, "register_variants"]
-
-
-_register_all()
+for _base in bases():
+    _register(_base, sys.modules[model_entrypoint(_base).__module__].default_cfgs[_base].default)

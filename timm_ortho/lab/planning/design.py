@@ -55,7 +55,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from ..._text import did_you_mean, file_name
 from ...connections import CONNECTIONS, create_connection
-from ...models.variant_arguments import accepts, variant_arguments
+from ...convert import accepts, variant_arguments
 from .. import LabError, check_names, read_user_yaml, shipped_files
 from ..paper import architecture, experiments, section, skip_recipe
 from ..train_options import known_options

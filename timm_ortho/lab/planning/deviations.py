@@ -5,8 +5,8 @@ Differences come from the scale, the user's options, and recipes of the paper th
 from typing import Any, Iterator, Mapping, Sequence
 
 from ..._text import UserError
+from ...convert import base_name
 from ...models import skip_networks
-from ...models.names import base_name
 from ...models.paper import ARCHITECTURES
 from ..paper import architecture, recipe_deviations
 from ..train_options import known_options, options_with

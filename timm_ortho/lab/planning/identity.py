@@ -9,7 +9,7 @@ from typing import Any, Mapping
 from ..._text import file_name
 from ..._yaml import dump_yaml, load_yaml
 from ...connections import CONNECTIONS
-from ...models.names import base_name
+from ...convert import base_name
 from .. import LabError
 from ..folder import OF_COMMAND, RunPlan, Stage
 from ..train_options import known_options, options_with

@@ -19,7 +19,7 @@ from typing import Any, Mapping, Sequence
 from ... import __version__
 from ..._text import file_name
 from ..._yaml import dump_yaml
-from ...models.names import base_name
+from ...convert import base_name
 from ...run_folder import SWITCHED, check_sources, import_modules, read_run
 from .. import LabError, refuse_links, write_text
 from ..data import Source

@@ -13,8 +13,8 @@ from typing import Any, Mapping
 import timm
 
 from ..._text import did_you_mean
+from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
-from ...models.names import base_name, bases_with_variants
 from ...run_folder import check_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..train_options import RANGES, defaults, known_options

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 from ..._text import aligned
-from ...models.names import SUFFIXES, base_name, suffix_of
+from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options
 from .. import LabError
 from ..folder import RunPlan, history, metrics_of, read_lines, record, state

@@ -23,9 +23,9 @@ from torch import nn
 
 from ..._images import data_config
 from ..._text import UserError, error_text
+from ...convert import is_variant
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
-from ...models.names import is_variant
 from ...run_folder import (
     LAST,
     LOG,
