@@ -31,11 +31,10 @@ FLOORS = [
     "blocks routing",
     "connections skips",
     "update functional",
-    "weights hub_client _bytecode _checks _compat _images _text _yaml",
+    "weights _bytecode _checks _compat _images _text _yaml",
 ]
 VIOLATIONS = {  # (file, imported file from a higher floor); remove entries, but never add any
     ("diagnostics", "diagnostics.representation"),
-    ("hub.repository", "skips.rewrites"),
     ("models.names", "models.coverage"),
 }
 

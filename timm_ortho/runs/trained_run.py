@@ -21,8 +21,8 @@ from torch import nn
 from .._images import data_config
 from .._text import error_text
 from .._yaml import YAMLError, load_written_yaml
-from ..hub_client.errors import WeightsError
 from ..models.variant_arguments import is_variant_argument
+from ..weights import WeightsError
 from ..weights.files import load_checkpoint
 from .card_values import CardValues, RunError, read_card_values
 from .folders import check_modules, read_history

@@ -22,12 +22,12 @@ from torch import nn
 
 from ..._images import data_config
 from ..._text import UserError, error_text
-from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...models.names import is_variant
 from ...runs.folders import check_modules, check_sources, import_modules
 from ...runs.provenance import device_name, made_on
 from ...runs.trained_run import create_model
+from ...weights import WeightsError
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line, write_json
 from ..data import Source, loaders, open_source
