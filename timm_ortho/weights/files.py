@@ -31,11 +31,13 @@ def load_checkpoint(path: Path_) -> Any:
         OSError: The file cannot be opened.
         WeightsError: The file is damaged, or contains other objects. The message is one line.
     """
+    # safe_globals forbids its classes when it exits, also those that the caller has allowed.
+    missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     try:
         if str(path).endswith(".safetensors"):
             return load_file(path)
         _verify(path)
-        with torch.serialization.safe_globals([Namespace]):
+        with torch.serialization.safe_globals([*missing]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
