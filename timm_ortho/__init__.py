@@ -15,12 +15,12 @@ from .convert import UnsupportedModelError, connect, disconnect
 from .diagnostics import Recorder, record
 from .functional import decompose, residual_update
 from .hub import pull
-from .hub_client.errors import WeightsError
 from .model_sites import Site, connection_arguments, sites
 from .models import paper, skip_networks, variants  # registers the models
 from .models.variants import register_variants
 from .routing import RoutingError
 from .skips import SKIPS, Skip, create_skip, register_skip
+from .weights import WeightsError
 
 __version__ = "0.1.0"
 

@@ -47,8 +47,8 @@ from ._images import data_config
 from ._text import UserError, error_text, finite, whole_lines, without_nan
 from ._yaml import YAMLError, load_written_yaml
 from .convert import is_variant_argument
-from .hub_client.errors import WeightsError
 from .update import backend
+from .weights import WeightsError
 from .weights.files import load_checkpoint
 
 RUN, OPTIONS, SUMMARY, LAST, LOG = "run.json", "args.yaml", "summary.csv", "last.pth.tar", "log.txt"

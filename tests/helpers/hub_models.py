@@ -42,9 +42,22 @@ def pull(name):
 BY_NAME, BY_PULL = "small()", "timm_ortho.pull('hf-hub:me/vit')"
 BY_TIMM = "timm.create_model('hf-hub:me/vit', pretrained=True)"
 # Code that a client runs before a call, so that a test waits less.
-SHORT_TIMEOUT = "timm_ortho.hub_client.errors.TOTAL_TIMEOUT = 1.0\n"
+SHORT_TIMEOUT = "huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT = 1.0\n"
 NO_PAUSES = "import time; time.sleep = lambda seconds: None\n"  # between huggingface_hub's attempts to download
-SLOW_DNS = SHORT_TIMEOUT + "import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
+NO_HUB = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+import threading
+class Page(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_response(200)
+        self.end_headers()
+    log_message = lambda *arguments: None
+page = HTTPServer(("127.0.0.1", 0), Page)
+threading.Thread(target=page.serve_forever, daemon=True).start()
+constants = huggingface_hub.constants
+constants.ENDPOINT = f"http://127.0.0.1:{page.server_port}"
+constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/{revision}/{filename}"
+"""  # a server that is not a Hub
 
 
 def digest(model):

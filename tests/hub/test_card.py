@@ -12,12 +12,10 @@ import yaml
 from helpers.tiny_study import change_run, result_of, unfinish
 from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
-from timm.data import ImageNetInfo
 
 from scripts import publish
 from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
-from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab import commands
 from timm_ortho.run_folder import CardValues, CheckpointRun, card_values, read_run
@@ -165,7 +163,7 @@ def test_metrics_of_other_weights_are_marked(tmp_path, options, ema, measured):
     card = model_card(SUBJECT, run)
     name = f"top-1 of the {measured} weights after the last epoch" if measured else "top-1 after the last epoch"
     assert figures(card)[f"{name}, mean over seeds, %"][0] == 55
-    assert section(card, "Results").count(f"| {name}, % (") == 2
+    assert section(card, "Results").count(f"| {name}, ") == 2
     marked = f"All validation metrics on this card are of the {measured} weights." in section(card, "Results")
     assert marked is (measured is not None)
 
@@ -195,20 +193,16 @@ def test_the_card_of_a_run_of_timms_script(tmp_path):
     assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
 
 
-@pytest.mark.parametrize(("options", "labels", "dataset", "title"), [
-    ({"dataset": "", "data_dir": "/data/in1k"}, ImageNetInfo().label_names(), "ILSVRC/imagenet-1k", "ImageNet-1k"),
-    ({"dataset": "", "data_dir": "/data/in1k"}, ImageNetInfo().label_names()[1:], None, "the image folder 'in1k'"),
-    ({"dataset": "", "data_dir": "/data/tiny-imagenet-200"}, range(200), "zh-plus/tiny-imagenet", "Tiny ImageNet"),
-    ({"dataset": "", "data_dir": "/data/other"}, range(200), None, "the image folder 'other'"),
-    ({"dataset": "torch/cifar100"}, None, "uoft-cs/cifar100", "CIFAR-100"),
-    ({"dataset": "torch/imagenet"}, None, "ILSVRC/imagenet-1k", "ImageNet-1k"),
-    ({"dataset": "hfds/ILSVRC/imagenet-1k"}, None, "ILSVRC/imagenet-1k", "imagenet-1k"),
-    ({"dataset": "hfids/beans"}, None, "beans", "beans"),
-    ({"dataset": "wds/beans"}, None, None, "beans"),
+@pytest.mark.parametrize(("options", "dataset", "title"), [
+    ({"dataset": "", "data_dir": "/data/other"}, None, "the image folder 'other'"),
+    ({"dataset": "torch/cifar100"}, "uoft-cs/cifar100", "CIFAR-100"),
+    ({"dataset": "torch/imagenet"}, "ILSVRC/imagenet-1k", "ImageNet-1k"),
+    ({"dataset": "hfds/ILSVRC/imagenet-1k"}, "ILSVRC/imagenet-1k", "imagenet-1k"),
+    ({"dataset": "hfids/beans"}, "beans", "beans"),
+    ({"dataset": "wds/beans"}, None, "beans"),
 ])
-def test_the_data_set_has_its_id_on_the_hub(tmp_path, options, labels, dataset, title):
-    subject = replace(SUBJECT, config={**CONFIG, "label_names": labels and list(map(str, labels))})
-    data = ModelCard(str(model_card(subject, CheckpointRun(timm_run(tmp_path / "run", **options))))).data
+def test_the_data_set_has_its_id_on_the_hub(tmp_path, options, dataset, title):
+    data = ModelCard(str(model_card(SUBJECT, CheckpointRun(timm_run(tmp_path / "run", **options))))).data
     assert data.datasets == ([dataset] if dataset else None)
     assert {(result.dataset_type, result.dataset_name) for result in data.eval_results} == {(dataset or title, title)}
 
@@ -220,12 +214,11 @@ def test_sections_of_a_card(grid):
     for part in (
             "library_name: timm", "license: apache-2.0", "import timm_ortho", 'create_model("hf-hub:me/digits"',
             'from_pretrained("me/digits")', "Orthogonal-F", "12,345", "![loss and accuracy by epoch](training.png)",
-            "oh2025revisiting", "dosovitskiy2021image", "rw2019timm", "a PIL image in grey"):
+            "oh2025revisiting", "rw2019timm", "a PIL image in grey"):
         assert part in text, part
     snippets = re.findall(r"```python\n(.*)", text)
     assert len(snippets) == 2
     assert all(first.startswith("import timm_ortho  # ") for first in snippets)
-    assert "he2016identity" not in text
     made = read_run(grid / "feature-seed0").made_with
     assert f"timm-ortho {made['timm-ortho']}, timm {made['timm']}, torch {made['torch']}" in text
     assert made.get("commit", "") in text
@@ -270,21 +263,16 @@ def test_a_limited_number_of_images_is_stated(copied):
     assert found == {("the image folder 'cifar10'", "32 images of the image folder 'cifar10'")}
 
 
-def test_made_with_has_no_empty_values_and_no_host(tmp_path):
-    """A continued run records the host and the command of each session. The card shows one command and no host."""
+def test_made_with_has_no_empty_values_no_host_and_no_command(tmp_path):
+    """A continued run records the host and the command of each session."""
     session = {
         "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
-        "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "
-                   "--option class_map=/home/me/a.txt -b 16 --model-kwargs depth=2 out/here", "continued": []}
-    command = ("`timm-ortho compare --data-dir cifar10 --output=out --option class_map=a.txt -b 16 --model-kwargs "
-               "depth=2 out/here`")
-    made = cards.made_with(card_values({"device": "cpu"}, session).made_with)
-    assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
-    continued = {**session, "job": "12", "continued": [session, session]}
-    again = cards.made_with(card_values({}, continued).made_with)
-    assert again == f"torch 2, cpu EPYC, command {command}, continued 2 times"
-    module = cards.made_with({"command": "/home/me/timm_ortho/__main__.py study run x"})
-    assert module == "command `timm-ortho study run x`"
+        "command": "/home/me/bin/timm-ortho compare", "continued": []}
+    run = CheckpointRun(timm_run(tmp_path / "run"))
+    run.card = card_values({"device": "cpu"}, session)
+    assert "\nMade with torch 2, cpu EPYC, device cpu.\n" in str(model_card(SUBJECT, run))
+    run.card = card_values({}, {**session, "job": "12", "continued": [session, session]})
+    assert "\nMade with torch 2, cpu EPYC, continued 2 times.\n" in str(model_card(SUBJECT, run))
 
 
 @pytest.mark.parametrize("name", CONNECTIONS)
@@ -371,8 +359,6 @@ def test_base_model_and_about():
     assert ModelCard(str(card)).data.datasets == ["ILSVRC/imagenet-1k"]
     assert section(card, "Limits").strip().startswith("* Not ours.")
     assert "transformers" not in section(card, "Use")
-    with pytest.raises(ValueError, match=r"unknown data set 'cifar10', known are .*; did you mean 'torch/cifar10'"):
-        model_card(Subject("m", CONFIG, 1, "m.authors", dataset="cifar10"))
 
 
 def test_curve(grid, tmp_path):

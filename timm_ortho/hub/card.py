@@ -1,24 +1,20 @@
 """Write model cards from `template.md` with huggingface_hub's card classes.
 
-Every metric on a card is read from a :class:`Run`, whose values come from files.
+A row of the results is one function with the decorator `result`. All values come from files, which `Run` reads.
 """
 import json
-import math
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from timm.data import ImageNetInfo
 
-from .._checks import known_name
 from .._text import finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
 from ..convert import IMPORT_TAG
-from ..run_folder import Run
+from ..run_folder import CardValues, Run
 from ..skips import SKIPS
 
 CURVE = "training.png"
@@ -56,8 +52,6 @@ _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup
     aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained pretrained_path
     initial_checkpoint seed""".split()
 
-_OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of these weights, %"}
-
 # Options that are local paths. Cards show only the last part of each.
 _PATHS = frozenset(
     "data data_dir class_map initial_checkpoint output pretrained_path resume file checkpoint_path".split())
@@ -79,7 +73,6 @@ class Subject:
         about: Markdown below the summary, for example on the origin of the weights.
         limits: Sentences for the section "Limits", before the sentences of `model_card`.
         dataset: A key of `DATASETS`, if there is no run.
-        tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.
     """
 
@@ -94,7 +87,6 @@ class Subject:
     about: str = ""
     limits: Sequence[str] = ()
     dataset: Optional[str] = None
-    tags: Sequence[str] = ()
     imports: Sequence[str] = ()
 
     @property
@@ -132,15 +124,14 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         update=_update(subject),
         dataset=_images(subject, run, "val_num_samples"),
         split=run.split if run else "",
-        metrics=list(_metrics(run)) if run else [],
+        results=_results(run),
         result_notes=_result_notes(run),
-        comparison=[_compared(row) for row in run.card.comparison] if run else [],
-        comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
-        comparison_note=f"Runs of the same seed have the same initial weights and batches. {_PAIRS}",
+        comparison=[_compared(row) for row in _values(run).comparison],
+        baseline=_values(run).comparison[0]["baseline"] if _values(run).comparison else "",
         curve=curve,
         recipe=list(_recipe(without_folders(run.options))) if run else [],
         options=_yaml(run.options) if run else "",
-        made_with=made_with(run.card.made_with) if run else "",
+        made_with=made_with(run),
         limits=[*subject.limits, *_limits(subject, run)],
         citation="\n\n".join(_citations(subject)),
     )
@@ -154,38 +145,110 @@ def draw_curve(run: Run, path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     epochs = [row["epoch"] + 1 for row in run.history]
-    for axes, title, lines in zip(figure.subplots(1, 2), ("loss", "top-1, %"), _CURVES, strict=True):
-        for key, label, style in lines:
-            values = [math.nan if row.get(key) is None else row[key] for row in run.history]
-            axes.plot(epochs, values, label=label, marker="." if len(epochs) < 3 else None, **style)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("epochs done", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
+    panels = {"loss": ("train_loss", "eval_loss"), "top-1, %": ("eval_top1",)}
+    for axes, (title, keys) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for key in keys:
+            values = [row.get(key) for row in run.history]  # matplotlib draws no point for None
+            axes.plot(epochs, values, label=key, marker="." if len(epochs) < 3 else None)
+        axes.set(title=title, xlabel="epochs done")
+        axes.legend()
     figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
 
 
-_BLUE = dict(color="#0072b2")
-_CURVES = (  # lines of the left and of the right panel; each line is (key in the history, label, style)
-    (("train_loss", "training", dict(color="#d55e00", linestyle="--")), ("eval_loss", "validation", _BLUE)),
-    (("eval_top1", "validation", _BLUE),),
-)
+# ---------------------------------------------------------------------------------------------- results
+class Row(NamedTuple):
+    """A row of the table of results. With a value, it is also in the metadata for the Hub."""
+
+    name: str
+    text: str
+    value: Optional[float] = None
+    args: Optional[Mapping[str, Any]] = None
+
+
+RESULTS: list[Callable[[Run], Optional[Row]]] = []
+
+
+def result(row: Callable[[Run], Optional[Row]]) -> Callable[[Run], Optional[Row]]:
+    """Add a function to the rows of the results. It returns None for a run without this result."""
+    RESULTS.append(row)
+    return row
+
+
+def _values(run: Optional[Run]) -> CardValues:
+    """Return the values of a run that timm's files lack."""
+    return run.card if run else CardValues()
+
+
+def _results(run: Optional[Run]) -> list[Row]:
+    rows = [row(run) for row in RESULTS] if run else []
+    return [row for row in rows if row is not None]
+
+
+@result
+def _top1(run: Run) -> Optional[Row]:
+    return _percent(run, "eval_top1", "top-1 of these weights, %")
+
+
+@result
+def _top5(run: Run) -> Optional[Row]:
+    return _percent(run, "eval_top5", "top-5 of these weights, %")
+
+
+@result
+def _loss(run: Run) -> Optional[Row]:
+    loss = (run.evaluated or {}).get("eval_loss")
+    return Row("loss of these weights", f"{loss:.4f}") if finite(loss) else None
+
+
+@result
+def _top1_of_seeds(run: Run) -> Optional[Row]:
+    if not _values(run).top1:
+        return None
+    name, std = f"{_final_top1(run)}, mean over seeds, %", run.top1_std
+    if std is None:
+        return Row(name, f"{run.top1_mean:.2f}")
+    args = {"std": round(std, 4), "seeds": list(_values(run).top1)}
+    return Row(name, f"{run.top1_mean:.2f} ± {std:.2f} (standard deviation)", run.top1_mean, args)
+
+
+@result
+def _top1_by_seed(run: Run) -> Optional[Row]:
+    by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in _values(run).top1.items())
+    return Row(f"{_final_top1(run)}, by seed, %", by_seed) if by_seed else None
+
+
+def _percent(run: Run, key: str, name: str) -> Optional[Row]:
+    value = (run.evaluated or {}).get(key)
+    return Row(name, f"{value:.2f}", value) if finite(value) else None
+
+
+def _final_top1(run: Run) -> str:
+    """Return the name of the top-1 after the last epoch, with the evaluated weights if the card describes others."""
+    if run.ema == run.evaluates_ema:
+        return "top-1 after the last epoch"
+    return f"top-1 of the {'EMA' if run.evaluates_ema else 'plain'} weights after the last epoch"
 
 
 # ---------------------------------------------------------------------------------------------- metadata
-def _metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
-    """Return the metadata of a card for the Hub."""
-    dataset = _dataset(subject, run)
-    title = _images(subject, run, "val_num_samples")
-    results = list(_eval_results(run, title, dataset[1] or dataset[0])) if run else []
+def _metadata(subject: Subject, run: Optional[Run]) -> ModelCardData:
+    title, on_hub = _dataset(subject, run)
+    results = [EvalResult(
+        task_type="image-classification",
+        dataset_type=on_hub or title,
+        dataset_name=_images(subject, run, "val_num_samples"),
+        dataset_split=run.split,
+        metric_type="accuracy",
+        metric_name=row.name,
+        metric_value=round(row.value, 4),
+        metric_args=row.args,
+    ) for row in _results(run) if row.value is not None]
     method = ["orthogonal-residual"] if subject.connection != "linear" and _card_text(subject) else []
     return ModelCardData(
         library_name="timm",
         license=subject.license,
         pipeline_tag="image-classification",
-        tags=["image-classification", "timm", "timm-ortho", *method, *subject.tags],
-        datasets=[dataset[1]] if dataset[1] else None,
+        tags=["image-classification", "timm", "timm-ortho", *method],
+        datasets=[on_hub] if on_hub else None,
         base_model=subject.base_model,
         metrics=["accuracy"] if results else None,
         model_name=subject.title if results else None,
@@ -193,54 +256,21 @@ def _metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     )
 
 
-def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
-    def result(name: str, value: float, args: Optional[dict] = None) -> EvalResult:
-        return EvalResult(
-            task_type="image-classification",
-            dataset_type=dataset,
-            dataset_name=title,
-            dataset_split=run.split,
-            metric_type="accuracy",
-            metric_name=name,
-            metric_value=round(value, 4),
-            metric_args=args,
-        )
-
-    for key, name in _OF_WEIGHTS.items():
-        if run.evaluated is not None and finite(run.evaluated.get(key)):
-            yield result(name, run.evaluated[key])
-    if run.top1_std is not None:
-        yield result(f"{_final_top1(run)}, mean over seeds, %", run.top1_mean,
-                     {"std": round(run.top1_std, 4), "seeds": list(run.card.top1)})
-
-
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     """Return the title of the data set and its id on the Hub, or None if it has no known id."""
-    if not run and subject.dataset:
-        known_name("data set", subject.dataset, DATASETS)
     options = run.options if run else {"dataset": subject.dataset}
     name = options.get("dataset")
     if not name:
         folder = Path(options.get("data_dir") or options.get("data") or "").name
-        known = _known_folder(folder, subject.config.get("label_names") or ())
-        if known:
-            return DATASETS[known]
         return f"the image folder '{folder}'" if folder else "an image folder", None
     prefix, _, on_hub = name.partition("/")
     return DATASETS.get(name, (name.rpartition("/")[2] or name, on_hub if prefix in ("hfds", "hfids") else None))
 
 
-def _known_folder(name: str, labels: Sequence[str]) -> Optional[str]:
-    """Return the key in `DATASETS` of an image folder with the classes of ImageNet-1k or of Tiny ImageNet's archive."""
-    if set(labels) == set(ImageNetInfo().label_names()):
-        return "imagenet1k"
-    return "tiny_imagenet" if name == "tiny-imagenet-200" and len(set(labels)) == 200 else None
-
-
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:
     """Return the title of the data set. If the option `key` limits how many images are used, the number precedes it."""
     title = _dataset(subject, run)[0]
-    applies = run and run.card.trainer != "train.py"  # train.py may use all images
+    applies = run and _values(run).trainer != "train.py"  # train.py may use all images
     return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
 
 
@@ -290,27 +320,6 @@ def _update(subject: Subject) -> str:
     return "\n".join([_card_text(subject), *effects])
 
 
-def _final_top1(run: Run) -> str:
-    """Return the name of the top-1 after the last epoch, with the evaluated weights if the card describes others."""
-    if run.ema == run.evaluates_ema:
-        return "top-1 after the last epoch"
-    return f"top-1 of the {'EMA' if run.evaluates_ema else 'plain'} weights after the last epoch"
-
-
-def _metrics(run: Run) -> Iterator[tuple[str, str]]:
-    row = run.evaluated or {}
-    for key, name in _OF_WEIGHTS.items():
-        if finite(row.get(key)):
-            yield name, f"{row[key]:.2f}"
-    if finite(row.get("eval_loss")):
-        yield "loss of these weights", f"{row['eval_loss']:.4f}"
-    if run.card.top1:
-        spread = f" ± {run.top1_std:.2f}" if run.top1_std is not None else ""
-        yield f"{_final_top1(run)}, % (mean ± standard deviation over seeds)", f"{run.top1_mean:.2f}{spread}"
-        by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.card.top1.items())
-        yield f"{_final_top1(run)}, % (by seed)", by_seed
-
-
 def _result_notes(run: Optional[Run]) -> list[str]:
     if run is None:
         return ["Not measured: these weights were published without the files of a training run."]
@@ -330,14 +339,6 @@ def _result_notes(run: Optional[Run]) -> list[str]:
     return notes
 
 
-_PAIRS = ("Differences are means over pairs of runs with the same seed, with Student's 95 % confidence interval in "
-         "brackets. An interval that contains zero means no clear difference.")
-
-
-def _baseline(run: Optional[Run]) -> str:
-    return run.card.comparison[0]["baseline"] if run and run.card.comparison else ""
-
-
 def _compared(row: Mapping[str, Any]) -> list[str]:
     spread = f" ± {row['top1_std']:.2f}" if row["top1_std"] is not None else ""
     return [row["connection"], f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
@@ -349,10 +350,8 @@ def _difference(paired: Optional[Mapping[str, Any]]) -> str:
     if paired is None:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
-    if half is None:
-        count = "both" if paired["pairs"] == 2 else f"all {paired['pairs']}"
-        reason = "one pair" if paired["pairs"] < 2 else f"{count} pairs have the same difference"
-        return f"{mean:+.2f} ({reason}, no interval)"
+    if half is None:  # of one pair, or of pairs with the same difference
+        return f"{mean:+.2f} (no interval)"
     return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
 
 
@@ -368,10 +367,9 @@ def _yaml(options: Mapping[str, Any]) -> str:
     return dump_yaml(plain, default_flow_style=None, width=100).strip()
 
 
-def made_with(made: Mapping[str, str]) -> str:
-    """Return versions, machine, command, commit and device as one line of text."""
-    shown = {**made, "command": f"`{_shared_command(made['command'])}`"} if "command" in made else made
-    return ", ".join(f"{key} {value}" for key, value in shown.items())
+def made_with(run: Optional[Run]) -> str:
+    """Return versions, machine and commit as one line of text, without the command, which contains local paths."""
+    return ", ".join(f"{key} {value}" for key, value in _values(run).made_with.items() if key != "command")
 
 
 # The folders of an absolute path inside a text, as in "{file: /home/me/run.pth}". Paths of URLs do not match.
@@ -394,37 +392,20 @@ def without_folders(value: Any, key: str = "") -> Any:
     return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
-def _shared_command(command: str) -> str:
-    """Return a command without the folders of its paths. The program `__main__.py` becomes `timm-ortho`."""
-    program, *words = shlex.split(command)
-    split = [word.rpartition("=") for word in words]
-    words = ["".join([*map(without_folders, before), without_folders(value)]) for *before, value in split]
-    name = "timm-ortho" if Path(program).name == "__main__.py" else Path(program).name
-    return shlex.join([name, *words])
-
-
 # ---------------------------------------------------------------------------------------------- the texts
-def _limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
-    """Return the limits of the weights as sentences."""
+def _limits(subject: Subject, run: Optional[Run]) -> Iterator[str]:
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
                "cameras or classes.")
-    if run is not None and len(run.card.top1) < 2:
+    if run is not None and len(_values(run).top1) < 2:
         yield "One seed: the variance over seeds is unknown, so differences to other models cannot be assessed."
-    if run is not None and 1 < len(run.card.top1) < 5:
-        yield f"{len(run.card.top1)} seeds: the standard deviation is itself uncertain."
-    if run is not None and any(row["difference"] for row in run.card.comparison):
+    if _values(run).comparison:
         yield "The comparison applies only to this data set, model size and length of training."
     yield "Robustness, calibration and fairness were not measured."
 
 
 def _citations(subject: Subject) -> Iterator[str]:
     yield CITATIONS["oh2025revisiting"]
-    architecture = subject.config["architecture"]
-    if architecture.startswith(("vit", "deit", "flexivit", "test_vit")):
-        yield CITATIONS["dosovitskiy2021image"]
-    if architecture.startswith(("resnetv2", "resnet")):
-        yield CITATIONS["he2016identity"]
     if "skip" in (subject.config.get("model_args") or {}):
         yield CITATIONS["wang2017orthogonal"]
     yield CITATIONS["rw2019timm"]

@@ -5,13 +5,14 @@ uploads only the missing files.
 """
 from collections.abc import Sequence
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Optional, Union
 
-from huggingface_hub import CommitInfo, HfApi, ModelInfo, constants, get_token
+from huggingface_hub import CommitInfo, HfApi, ModelInfo, constants
 from huggingface_hub.utils import RepositoryNotFoundError
 
-from ..hub_client.errors import REQUEST_TIMEOUT, client_errors_as, with_timeout
-from .repository import Model, Publication, PublishError, scratch_folder
+from ..weights.download import client_errors_as
+from .repository import Model, PublishError, export
 
 
 def push(
@@ -40,7 +41,7 @@ def push(
             metrics, which are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
-        labels: Names of the classes. None: names from the run or its data set; for a module, from its `pretrained_cfg`.
+        labels: Names of the classes. None: names from the run; for a module, from its `pretrained_cfg`.
         license: License identifier of the Hub (`apache-2.0`). None: the license of the weights that
             training started with if it is share-alike, otherwise no license.
         private: Whether a new repository is private. None: the default of the owner's account.
@@ -55,24 +56,19 @@ def push(
 
     Raises:
         PublishError: The model cannot be published. The message is one line that names the problem and what to do.
+        RunError: The run cannot be read.
     """
-    publication = Publication.of(model, repo_id, ema)
-    if constants.HF_HUB_OFFLINE:
-        raise PublishError(f"HF_HUB_OFFLINE is set, so {repo_id} cannot be reached: unset it, or write the files "
-                           "without uploading them (--dry-run, hub.export)")
     api = HfApi(token=token, library_name="timm-ortho")
-    secret = token if isinstance(token, str) else None if token is False else get_token()
-    as_publish_error = partial(client_errors_as, PublishError, repo_id, revision, access="write", token=secret)
+    as_publish_error = partial(client_errors_as, PublishError, f"{repo_id} cannot be written at {constants.ENDPOINT}")
     with as_publish_error():
-        existing = with_timeout(lambda: _existing(api, repo_id))
+        existing = _existing(api, repo_id)
     if private and existing is not None and not existing.private:
         raise PublishError(f"{repo_id} exists and is public: make it private on its settings page, or choose another "
                            "name; nothing was uploaded")
-    with scratch_folder() as folder:
-        publication.write(folder, labels=labels, license=license, revision=revision, token=secret)
-        interrupted = (f"the upload was interrupted ({{cause}}); the files of {repo_id} are unchanged; push again to "
-                       "complete it")
-        with as_publish_error(if_interrupted=interrupted):
+    with TemporaryDirectory() as folder:
+        export(model, folder, repo_id, ema=ema, labels=labels, license=license, revision=revision,
+               token=token if isinstance(token, str) else None)
+        with as_publish_error():
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -82,8 +78,11 @@ def push(
 
 
 def _existing(api: HfApi, repo_id: str) -> Optional[ModelInfo]:
-    """Return the Hub's description of a repository; None if it does not exist or the token cannot read it."""
+    """Return the Hub's description of a repository; None if it does not exist or the token cannot read it.
+
+    Requests without a timeout, such as those of an upload, wait forever for a server that does not answer.
+    """
     try:
-        return api.model_info(repo_id, timeout=REQUEST_TIMEOUT)
+        return api.model_info(repo_id, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except RepositoryNotFoundError:
         return None

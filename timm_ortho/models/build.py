@@ -18,7 +18,7 @@ from torch import nn
 from .._compat import adapt_model_from_file, takes_source_arguments
 from ..convert import IMPORT_TAG, SUFFIXES, base_name, connect, pop_connect_arguments
 from ..diagnostics import record_if_requested
-from ..hub_client.errors import WeightsError
+from ..weights import WeightsError
 from ..weights.checks import check_classes, check_finite, checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
 

@@ -15,7 +15,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from .._text import error_text
-from ..hub_client.errors import WeightsError
+from . import WeightsError
 
 Path_ = Union[str, "PathLike[str]"]
 NUMPY = (".npz", ".npy")  # read by timm's `load_pretrained` of a model with numpy.load, which refuses pickles
@@ -31,7 +31,7 @@ def load_checkpoint(path: Path_) -> Any:
         OSError: The file cannot be opened.
         WeightsError: The file is damaged, or contains other objects. The message is one line.
     """
-    # Pass Namespace only if the caller has not allowed it: safe_globals forbids the classes passed to it when it exits.
+    # safe_globals forbids its classes when it exits, also those that the caller has allowed.
     missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     try:
         if str(path).endswith(".safetensors"):
@@ -58,12 +58,12 @@ def _verify(path: Path_) -> None:
 
 def _reason(error: Exception) -> str:
     """Return the reason of an error. torch's own text recommends `weights_only=False`, which would run the code."""
+    if not isinstance(error, (pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile)):
+        return error_text(error, named=True)
     name = re.search(r"(?:GLOBAL|class|function) (\S+\.\S+)", str(error))
-    if isinstance(error, pickle.UnpicklingError) and name:
-        return f"it is a pickle that calls {name[1].rstrip('`,')}, and only tensors and plain values are unpickled"
-    if isinstance(error, (pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile)):
+    if name is None:
         return "it is damaged or not a checkpoint"
-    return error_text(error, named=True)
+    return f"it is a pickle that calls {name[1].rstrip('`,')}, and only tensors and plain values are unpickled"
 
 
 def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:

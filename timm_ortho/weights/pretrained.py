@@ -4,15 +4,15 @@ To add weights, add an entry to ``ENTRIES``. For all variants without an entry, 
 """
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
 
-from ..hub_client.download import cached
 from .checks import SAFE
+from .download import cached
 
 _AUTHORS = dict(
     num_classes=1000,
@@ -66,30 +66,20 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     return timm_filter_fn(state_dict, model)
 
 
-_QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
-_BLOCK = {  # timm's name -> transformers' names; LayerNorms are missing, because those of a block have no parameters
-    "attn.qkv": _QKV,
-    "attn.proj": ("attention.output.dense",),
-    "mlp.fc1": ("intermediate.dense",),
-    "mlp.fc2": ("output.dense",),
+# Part of a name in transformers' layout -> its name in timm, replaced in this order. LayerNorms of blocks are missing,
+# because they have no parameters.
+_NAMES = {
+    "vit.embeddings.position_embeddings": "pos_embed",
+    "vit.embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "vit.embeddings.": "",
+    "vit.encoder.layer.": "blocks.",
+    "attention.attention.": "attn.",
+    "attention.output.dense": "attn.proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "vit.layernorm": "norm",
+    "classifier": "head",
 }
-_AROUND = {
-    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-    "norm": "vit.layernorm",
-    "head": "classifier",
-}
-
-
-def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
-    """Return the transformers names for each tensor in timm's layout: one name, or query, key and value."""
-    names = {"cls_token": ("vit.embeddings.cls_token",), "pos_embed": ("vit.embeddings.position_embeddings",)}
-    for kind in ("weight", "bias"):
-        names.update({f"{own}.{kind}": (f"{theirs}.{kind}",) for own, theirs in _AROUND.items()})
-        for layer in range(depth):
-            names.update({
-                f"blocks.{layer}.{own}.{kind}": tuple(f"vit.encoder.layer.{layer}.{part}.{kind}" for part in parts)
-                for own, parts in _BLOCK.items()})
-    return names
 
 
 def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
@@ -98,12 +88,17 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
     transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. A model with ``no_embed_class``, the
     default of this package's ViT, adds them to patches only. The first row is therefore added to the class token here.
     """
-    names = _transformers_names(len(model.blocks))
-    complete = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
-    used = {source for sources in complete.values() for source in sources}
-    # All other tensors keep their names, so that checked() reports them.
-    converted = {name: tensor for name, tensor in state_dict.items() if name not in used}
-    converted.update({own: torch.cat([state_dict[source] for source in sources]) for own, sources in complete.items()})
+    converted = {}
+    for name, tensor in state_dict.items():
+        for theirs, own in _NAMES.items():
+            name = name.replace(theirs, own)
+        converted[name] = tensor
+    for layer in range(len(model.blocks)):
+        for kind in ("weight", "bias"):
+            parts = [f"blocks.{layer}.attn.{part}.{kind}" for part in ("query", "key", "value")]
+            if converted.keys() >= set(parts):  # checked() reports an incomplete list
+                tensors = [converted.pop(part) for part in parts]
+                converted[f"blocks.{layer}.attn.qkv.{kind}"] = torch.cat(tensors)
     if model.no_embed_class and {"cls_token", "pos_embed"} <= converted.keys():
         position = converted["pos_embed"]
         converted["cls_token"] = converted["cls_token"] + position[:, :1]

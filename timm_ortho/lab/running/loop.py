@@ -31,9 +31,9 @@ from torch.utils.serialization import config as serialization_config
 from ..._images import data_config
 from ..._text import error_text
 from ...diagnostics import record, record_dynamics
-from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...run_folder import LAST, PROBE, RECORDS, SUMMARY, create_model
+from ...weights import WeightsError
 from ...weights.files import load_checkpoint, load_weights
 from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes

@@ -24,7 +24,6 @@ from torch import nn
 from ..._images import data_config
 from ..._text import UserError, error_text
 from ...convert import is_variant
-from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...run_folder import (
     LAST,
@@ -37,6 +36,7 @@ from ...run_folder import (
     import_modules,
     made_on,
 )
+from ...weights import WeightsError
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import Source, loaders, open_source

@@ -1,1 +1,0 @@
-"""Client of the Hugging Face Hub: downloads and error messages."""
