@@ -36,6 +36,11 @@ current_cuda_device, raw_cuda_stream = (
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
+def hooks_saved_tensors() -> bool:
+    """Return whether hooks of saved tensors are active, for example in a checkpointed block."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def forward_mode_is_active() -> bool:
     """Return whether a ``torch.autograd.forward_ad.dual_level()`` is active."""
     return forward_ad._current_level >= 0

@@ -486,9 +486,10 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if (isinstance(x, Tensor) and not torch.compiler.is_compiling()  # FX passes proxies
-                and requested_kernels(x) is not None and can_fuse_norm(self)):
-            both = update_with_norm(x, f, norm, self.eps)
+        eager = isinstance(x, Tensor) and not torch.compiler.is_compiling()  # FX passes proxies
+        name = requested_kernels(x) if eager else None
+        if name is not None and can_fuse_norm(self):
+            both = update_with_norm(x, f, norm, self.eps, name)
             if both is not None:
                 observe(self, (x, f), {"attn_mask": attn_mask}, both[0])
                 return both

@@ -3,29 +3,26 @@
 :func:`residual_update` returns the stream plus the weighted parts of the branch output, and :func:`decompose` returns
 the two parts. :func:`choose_backend` and :func:`use_backend` select the implementation.
 """
-from functools import partial
 from numbers import Integral
-from typing import Any, List, Optional, Tuple, Union, cast
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import has_hooks, is_eager, is_recorded, is_transformed, own_parameters, returns_views
-from .update.backend import (
-    BACKENDS,
-    NORMS,
-    add_plan,
-    choose_backend,
-    fuses_norm,
-    known_backend,
-    plans,
-    requested_kernels,
-    use_backend,
+from ._compat import (
+    has_hooks,
+    hooks_saved_tensors,
+    is_eager,
+    is_recorded,
+    is_transformed,
+    own_parameters,
+    returns_views,
 )
-from .update.formula import Weight, accumulate_in, plain_update, update, without_padding
-from .update.gradient import KernelFailed, TorchUpdate, are
+from .update.backend import BACKENDS, NORMS, by_kernels, choose_backend, requested_kernels, use_backend
+from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, without_padding
+from .update.gradient import TorchUpdate, are
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
@@ -118,7 +115,7 @@ def residual_update(
     check_weight("orthogonal", orthogonal)
     known_name("keep", keep, KEEPS)
     if backend is not None:
-        known_backend(backend)
+        known_name("backend", backend, BACKENDS)
     return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
 
 
@@ -139,78 +136,62 @@ def checked_update(
         check_tensors(x, f, dims)
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
-    eager = is_eager(x, f)
-    kernels = requested_kernels(x, backend) if eager and not (isinstance(a, Tensor) or isinstance(b, Tensor)) else None
-    key: Tuple[Any, ...] = ()
-    plan = None
-    if kernels is not None:
+    eager, learned = is_eager(x, f), isinstance(a, Tensor) or isinstance(b, Tensor)
+    name = requested_kernels(x, backend) if eager and not learned and not are(a, b, 1.0, 1.0) else None
+    if name is not None:
         key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device,
-               None if dims is None else tuple(dims), eps, a, b, keep_branch, kernels)
-        plan = plans.get(key)
-    if plan is None:  # otherwise earlier tensors with these shapes, strides and dtypes passed the following checks
-        ndim = x.dim()
-        if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape
-                or x.device != f.device or not x.is_floating_point() or not f.is_floating_point()):
-            dims = check_tensors(x, f, dims)
-        if are(a, b, 1.0, 1.0):
-            return x + f
-        if not eager and (is_recorded() or is_transformed()
-                          or (torch.is_grad_enabled() and (returns_views(x) or returns_views(f)))):
-            return plain_update(x, f, a, b, dims, eps)
-        if kernels is not None and key not in plans:
-            plan = add_plan(key, kernels, x, partial(_plan, x, f, dims, eps, a, b, keep_branch))
-    if plan is not None:
-        try:
-            return plan(x, f)
-        except KernelFailed as error:
-            plan.fails(error)
-    if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b)):
+               None if dims is None else tuple(dims), eps, a, b, keep_branch, name)
+        y = by_kernels(key, name, lambda: _plan(x, f, dims, eps, a, b, keep_branch), x, f)
+        if y is not None:
+            return y
+    ndim = x.dim()
+    if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape
+            or x.device != f.device or not x.is_floating_point() or not f.is_floating_point()):
+        dims = check_tensors(x, f, dims)
+    if are(a, b, 1.0, 1.0):
+        return x + f
+    with_gradients = torch.is_grad_enabled() and (
+        x.requires_grad or f.requires_grad or (learned and (_is_learned(a) or _is_learned(b))))
+    if not eager and (is_recorded() or is_transformed() or (with_gradients and (returns_views(x) or returns_views(f)))):
+        return plain_update(x, f, a, b, dims, eps)
+    if with_gradients:
         if x is f:  # the compiler of torch 2.11 halves the gradient of a tensor that is passed twice; 2.14 breaks
             f = f.view_as(f)
         y = TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)
         return y if isinstance(y, Tensor) else y[0]
-    return update(x, f, a, b, cast(List[int], dims), eps, False)[0]
+    return formula(x, f, a, b, dims, eps, reuse=eager and is_large(x))[0]
 
 
-def update_with_norm(
-        x: Tensor, f: Tensor, norm: Any, eps: float, backend: Optional[str] = None,
-) -> Optional[Tuple[Tensor, Tensor]]:
+def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> Optional[Tuple[Tensor, Tensor]]:
     """Return the orthogonal update y along the last axis, and ``norm(y)``, from one kernel.
 
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
-    hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
+    hooks, and for tensors with gaps in memory. Also while hooks of saved tensors are active: two steps save the same
+    tensors with each backend, so a checkpointed block can be recomputed with another one.
+
+    Args:
+        name: Name of the backend, from :func:`timm_ortho.update.backend.requested_kernels`.
     """
-    if not is_eager(x, f):
-        return None
-    kernels = requested_kernels(x, backend)
-    if kernels is None or type(norm) not in NORMS or not fuses_norm() or has_hooks(norm):
+    if type(norm) not in NORMS or has_hooks(norm) or hooks_saved_tensors() or not is_eager(x, f):
         return None
     parameters = own_parameters(norm)
     w, c = parameters.get("weight"), parameters.get("bias")
     device = x.device
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, device, f.device, eps, kernels,
+    key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, device, f.device, eps, name,
            type(norm), norm.eps, norm.normalized_shape, type(w), None if w is None else w.dtype,
            type(c), None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast)
-    plan = plans.get(key)
-    if plan is None and key not in plans:
-        plan = add_plan(key, kernels, x, partial(_norm_plan, x, f, eps, norm))
-    if plan is not None:
-        try:
-            return plan(x, f, w, c)
-        except KernelFailed as error:
-            plan.fails(error)
-    return None
+    return by_kernels(key, name, lambda: _norm_plan(x, f, eps, norm), x, f, w, c)
 
 
 def _is_learned(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and weight.requires_grad
 
 
-def _plan(x: Tensor, f: Tensor, dims: List[int], *arguments: Any) -> Any:
-    from .update.kernels import Plan, view_of  # Triton is optional and slow to import
+def _plan(*arguments: Any) -> Any:
+    from .update.kernels import make_plan  # Triton is optional and slow to import
 
-    return None if view_of(x, f, dims) is None else Plan(x, f, dims, *arguments)
+    return make_plan(*arguments)
 
 
 def _norm_plan(*arguments: Any) -> Any:

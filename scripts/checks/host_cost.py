@@ -39,8 +39,8 @@ RELATIVE_TO = {"connection": "add", "connection with norm": "add, norm"}
 class NoLaunch(kernels.Launch):
     """A launch that reads the addresses and starts no kernel."""
 
-    def __call__(self, given: Sequence[Optional[torch.Tensor]], made: Sequence[Optional[torch.Tensor]]) -> None:
-        for tensor in given:
+    def __call__(self, *tensors: Optional[torch.Tensor]) -> None:
+        for tensor in tensors:
             if tensor is not None:
                 tensor.data_ptr()
 

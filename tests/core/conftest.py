@@ -7,15 +7,15 @@ import pytest
 from helpers.kernel_cases import kernels
 
 from timm_ortho import connections, functional
+from timm_ortho.functional import use_backend
 from timm_ortho.update import backend as backends
 
 
 @pytest.fixture
 def no_default_backend():
     """Ignore the environment variable TIMM_ORTHO_BACKEND."""
-    token = backends._own.set(("auto", True))
-    yield
-    backends._own.reset(token)
+    with use_backend("auto"):
+        yield
 
 
 @pytest.fixture

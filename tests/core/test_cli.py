@@ -78,10 +78,9 @@ def test_env(capsys):
 
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
-def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer):
-    token = backends._own.set((wanted, True))
+def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypatch):
+    monkeypatch.setattr(backends._contexts, "active", [[wanted]])
     assert cli.main(["env"]) == 0
-    backends._own.reset(token)
     assert f"backend          {answer}" in capsys.readouterr().out
 
 

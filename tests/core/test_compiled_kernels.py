@@ -108,11 +108,9 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """Kernels spill at most 32 bytes, except one on sm_100. The number of registers depends on Triton."""
+    """Kernels spill at most 32 bytes. The number of registers depends on Triton."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90, 100}
-    spilling = [row for row in compiled_kernels if row["stack"] > 32 or row["local"]]
-    assert [(row["size"], row["kernel"]) for row in spilling if row["arch"] < 100] == []
-    assert {(row["size"], row["kernel"]) for row in spilling} <= {("many channels in float32", "backward")}
+    assert [row for row in compiled_kernels if row["stack"] > 32 or row["local"]] == []
 
 
 STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
@@ -147,7 +145,7 @@ def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
 
 @pytest.mark.slow
 def test_the_norm_leaves_registers_for_many_programs(compiled_kernels):
-    """With at most 64 registers per thread, a multiprocessor runs at least 32 warps of a kernel at once."""
+    """With at most 72 registers per thread, a multiprocessor runs at least 28 warps of a kernel at once."""
     rows = [row for row in compiled_kernels if row["kernel"].startswith("norm")]
     assert rows
-    assert [row for row in rows if row["registers"] > 64] == []
+    assert [row for row in rows if row["registers"] > 72] == []

@@ -51,8 +51,8 @@ def plan_of(x, f, dims, **arguments):
 @pytest.mark.parametrize("width", [8193, 16384, 16385, 2**20 + 1, 2**24, 2**24 + 1, 2**27 - 1, 2**31 - 1])
 def test_pieces_cover_a_row(width):
     plan = plan_of(*(torch.empty(3, width, device="meta") for _ in range(2)), [1])
-    programs, (_, pieces, piece_width, *_) = plan.pieces
-    assert programs == 3 * pieces
+    _, pieces, piece_width, *_ = plan.sum_forward.constants
+    assert plan.sum_forward.programs == 3 * pieces
     assert (pieces - 1) * piece_width < width <= pieces * piece_width
     assert pieces <= plan.constants[-1] <= kernels.MOST_PIECES
 
@@ -90,15 +90,15 @@ def test_a_compiled_kernel_is_launched_again_directly(supported, monkeypatch):
     monkeypatch.setattr(kernels, "LAUNCHES_DIRECTLY", supported)  # depends on the release of Triton
     monkeypatch.setattr(kernels, "raw_cuda_stream", lambda device: 0)
     kernel, aligned = MockKernel(), torch.zeros(9)
-    launch = kernels.Launch(kernel, 7, (0.5, 3), torch.device("cpu"), num_warps=4)
+    launch = kernels.Launch(kernel, 7, 4, (0.5, 3), torch.device("cpu"))
     for x in (aligned, aligned, aligned[1:], aligned):
-        launch((x, None), (aligned,))
+        launch(x, None, aligned)
     again = "direct" if supported else "jit"
     assert [how for how, *_ in kernel.launches] == ["jit", again, "jit", again]  # an address of 4 bytes more: jit
     assert {(programs, *map(id, rest)) for _, programs, _, *rest in kernel.launches} == {
         (7, id(None), id(aligned), *map(id, launch.constants))}
     kernel.pre_run_hooks.append(print)
-    launch((aligned, None), (aligned,))
+    launch(aligned, None, aligned)
     assert kernel.launches[-1][0] == "jit"
 
 

@@ -206,13 +206,6 @@ def test_a_plan_is_used_again_only_for_the_same_autocast():
             assert dtypes == [norm(x + f).dtype for norm in norms]
 
 
-def test_one_step_can_be_switched_off():
-    assert steps(lambda *args: None, "auto")
-    backends.plans.clear()
-    with use_backend("triton", fuse_norm=False):
-        assert not steps(lambda *args: None)
-
-
 def test_two_steps_on_the_backend_torch():
     assert not steps(lambda *args: None, "torch")
 
@@ -289,10 +282,11 @@ def test_a_model_takes_one_step_for_each_attention(model, calls, use_checkpoint)
             used = copy.deepcopy(model) if name == "copied" else model
             torch.testing.assert_close(step(used, images, use_checkpoint), expected)
     passes = 1 if use_checkpoint is None else 2
+    fused = use_checkpoint is not False  # a checkpoint that is not reentrant has hooks of saved tensors
     tests = len(backends._passed)  # of the update, and of the update with its norm
-    assert tests == 2
+    assert tests == 1 + fused
     assert calls == {"update": 2 * 4 * passes + tests, "gradients": 2 * 4 + tests}
-    assert sum(isinstance(plan, NormPlan) for plan in backends.plans.values()) == 2  # tested and not
+    assert sum(isinstance(plan, NormPlan) for plan in backends.plans.values()) == 2 * fused  # tested and not
 
 
 def test_models_with_linear_connections_take_no_kernel(model, calls):

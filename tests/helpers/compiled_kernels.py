@@ -44,21 +44,19 @@ KEPT = ("tokens", "channels", "global")  # sizes that are also compiled with the
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def compile_kernel(kernel, pointers, constants, options, arch):
-    """Compile a kernel for an architecture.
+def compile_launch(launch, pointers, arch):
+    """Compile the kernel of a launch for an architecture.
 
     As in a launch, pointers are aligned to 16 bytes, integers equal to 1 are constants, and multiples of 16 are marked
     as divisible.
 
     Args:
-        kernel: The kernel.
+        launch: The launch.
         pointers: Dtype of each pointer, None for a pointer that is None.
-        constants: The arguments after the pointers.
-        options: Options of the launch.
         arch: Compute capability.
     """
     signature, known, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, [*pointers, *constants], strict=True)):
+    for i, (parameter, value) in enumerate(zip(launch.kernel.params, [*pointers, *launch.constants], strict=True)):
         name = parameter.name
         if i < len(pointers):
             signature[name] = "constexpr" if value is None else f"*{value}"
@@ -75,7 +73,8 @@ def compile_kernel(kernel, pointers, constants, options, arch):
             signature[name] = "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, known, attributes)
+    source = ASTSource(launch.kernel, signature, known, attributes)
+    options = dict(num_warps=launch.warps, enable_fp_fusion=True)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -100,36 +99,26 @@ def accesses(ptx, instruction):
 
 
 def launches(size, keep_branch):
-    """Yield a name and the first arguments of `compile_kernel` for each kernel of a forward and a backward pass."""
+    """Yield a name, a launch and its pointers for each kernel of a forward and a backward pass."""
     *view, dtype = SIZES[size]
     x = torch.empty(view, dtype=DTYPES[dtype], device="meta")
     plan = kernels.Plan(x, x, [1], 1e-6, keep_branch=keep_branch)
-    parts = "fp32" if plan.kind == "long" else None
-    numbers = plan.b, plan.a - plan.b
-
-    def launch(name, kernel, pointers, *constants, num_warps=plan.warps):
-        return name, kernel, pointers, constants, dict(num_warps=num_warps, enable_fp_fusion=True)
-
-    yield launch("forward", kernels._update_kernel, [dtype] * 3 + ["fp32", "fp32", parts], *numbers, plan.eps,
-                 *plan.constants)
-    yield launch("backward", kernels._gradients_kernel, [dtype] * 3 + ["fp32", "fp32", parts, dtype, dtype], *numbers,
-                 *plan.constants, plan.recover)
+    sums, parts = ["fp32", "fp32"], "fp32" if plan.kind == "long" else None
+    yield "forward", plan.forward[True], [dtype, dtype, None, None, dtype, *sums, None, None, parts]
+    yield "backward", plan.backward_launch, [dtype, dtype, dtype, *sums, dtype, dtype, parts]
     if parts:
-        for name, squares in (("sums forward", True), ("sums backward", False)):
-            yield launch(name, kernels._sums_kernel, [dtype, dtype, parts], *plan.pieces[1], squares)
+        yield "sums forward", plan.sum_forward, [dtype, dtype, parts]
+        yield "sums backward", plan.sum_backward, [dtype, dtype, parts]
     if size in NORMED and not keep_branch:
         x = x[..., 0]
-        plan = norm.NormPlan(x, x, 1e-6, True, 1e-6, x.dtype, [torch.float32] * 2)
-        yield launch("norm forward", norm._forward_kernel, [dtype, dtype, "fp32", "fp32", dtype, dtype, "fp32"],
-                     plan.eps, plan.norm_eps, *plan.constants, num_warps=plan.forward_launch[1])
-        yield launch("norm backward", norm._backward_kernel,
-                     [dtype] * 4 + ["fp32", "fp32", dtype, dtype, "fp32"], *plan.constants,
-                     num_warps=plan.backward_launch[1])
+        plan = norm.NormPlan(x, x, 1e-6, 1e-6, True, x.dtype, [torch.float32] * 2)
+        yield "norm forward", plan.forward[True], [dtype, dtype, *sums, dtype, *sums, dtype, "fp32", None]
+        yield "norm backward", plan.backward_launch, [dtype] * 4 + [*sums, "fp32", "fp32", dtype, dtype, "fp32"]
 
 
 if __name__ == "__main__":
     for arch in map(int, sys.argv[1:]):
         for size, keep_branch in [*((size, False) for size in SIZES), *((size, True) for size in KEPT)]:
-            for name, *arguments in launches(size, keep_branch):
+            for name, launch, pointers in launches(size, keep_branch):
                 row = dict(arch=arch, size=size, keep_branch=keep_branch, kernel=name)
-                print(json.dumps({**row, **resources(compile_kernel(*arguments, arch))}), flush=True)
+                print(json.dumps({**row, **resources(compile_launch(launch, pointers, arch))}), flush=True)

@@ -15,8 +15,7 @@ import os
 import threading
 import warnings
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from timm.layers import LayerNorm, RmsNorm
@@ -24,38 +23,39 @@ from torch import Tensor, nn
 
 from .._checks import check_tensors, known_name
 from .._compat import has_hooks, is_eager, own_parameters
+from .gradient import KernelFailed
 
 BACKENDS = ("auto", "torch", "triton")
-BACKEND_VARIABLE, NORM_VARIABLE = "TIMM_ORTHO_BACKEND", "TIMM_ORTHO_FUSE_NORM"
+BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Name of the default backend, and whether kernels may include the norm. `_own` has the values of a thread's own
-# context, so that overlapping contexts in several threads do not affect each other. A thread without a context uses the
-# main thread's, because CUDA's backward passes run in threads of their own, which compute checkpointed blocks again.
-_own: ContextVar[Optional[Tuple[str, bool]]] = ContextVar("timm_ortho_backend", default=None)
-_main = [(os.environ.get(BACKEND_VARIABLE) or "auto", os.environ.get(NORM_VARIABLE) != "0")]
+# Default backends of the main thread: the environment's, then those of its contexts. They also apply to threads without
+# a context of their own, because CUDA's backward passes run in such threads, and compute checkpointed blocks again.
+_main: List[List[str]] = [[os.environ.get(BACKEND_VARIABLE) or "auto"]]
+
+
+class _Contexts(threading.local):
+    def __init__(self) -> None:
+        self.active = _main if threading.current_thread() is threading.main_thread() else []
+
+
+_contexts = _Contexts()
 
 
 def default() -> str:
     """Return the default backend, which :func:`use_backend` or TIMM_ORTHO_BACKEND sets."""
-    return (_own.get() or _main[-1])[0]
-
-
-def fuses_norm() -> bool:
-    """Return whether kernels may compute the update together with the norm that follows it."""
-    return (_own.get() or _main[-1])[1]
+    return (_contexts.active or _main)[-1][0]
 
 
 @contextmanager
-def use_backend(name: str, fuse_norm: Optional[bool] = None) -> Iterator[None]:
+def use_backend(name: str) -> Iterator[None]:
     """Set the default backend inside a context. This overrides the environment variable TIMM_ORTHO_BACKEND.
 
-    A context of the main thread also applies to threads without a context of their own.
+    A context of the main thread also applies to threads without a context of their own. Contexts may end in any order:
+    the default is the name of the last one that is active.
 
     Args:
         name: ``"auto"``, ``"torch"`` or ``"triton"``.
-        fuse_norm: Whether Triton kernels may compute the update together with the norm that follows it. None keeps the
-            present value, which is True unless the environment variable TIMM_ORTHO_FUSE_NORM is ``0``.
 
     Raises:
         ValueError: The name is unknown.
@@ -65,24 +65,12 @@ def use_backend(name: str, fuse_norm: Optional[bool] = None) -> Iterator[None]:
         ...     choose_backend(torch.ones(1), torch.ones(1))
         'torch'
     """
-    values = known_backend(name), fuses_norm() if fuse_norm is None else fuse_norm
-    is_main = threading.current_thread() is threading.main_thread()
-    token = _own.set(values)
-    if is_main:
-        _main.append(values)
+    active, entry = _contexts.active, [known_name("backend", name, BACKENDS)]
+    active.append(entry)
     try:
         yield
     finally:
-        _own.reset(token)
-        if is_main:
-            _main.pop()
-
-
-def known_backend(name: str, kind: str = "backend") -> str:
-    if name == "inductor":
-        raise ValueError(f"{kind} 'inductor' was removed: compile the whole model with torch.compile, or choose "
-                         "'torch' or 'auto'")
-    return known_name(kind, name, BACKENDS)
+        active[:] = [each for each in active if each is not entry]
 
 
 def choose_backend(
@@ -109,10 +97,8 @@ def choose_backend(
         'torch'
     """
     if backend is not None:
-        known_backend(backend)
-    if not is_eager(x, f):
-        return "torch"
-    name = requested_kernels(x, backend)
+        known_name("backend", backend, BACKENDS)
+    name = requested_kernels(x, backend) if is_eager(x, f) else None
     if name is None or not can_run(name, x):
         return "torch"
     from .kernels import view_of
@@ -131,7 +117,7 @@ def can_run(name: str, x: Tensor) -> bool:
     """Return whether kernels can run on the device of a stream. Raise RuntimeError if they were requested by name."""
     reason = why_not_triton(x.device.type)
     if name != "auto":
-        known_backend(name, BACKEND_VARIABLE)
+        known_name(BACKEND_VARIABLE, name, BACKENDS)
         if reason:
             raise RuntimeError(f"backend {name!r} cannot run: {reason}; choose 'torch' or 'auto' in an argument, "
                                f"use_backend or {BACKEND_VARIABLE}")
@@ -163,48 +149,62 @@ def has_kernels(norm: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ plans, and their test
-# The plan of each case, or None if torch computes it. A key contains everything on which a plan depends.
+# The plan of each case, or False if torch computes it. A key contains everything on which a plan depends.
 plans: Dict[Tuple[Any, ...], Any] = {}
 _passed: Dict[Tuple[Any, ...], bool] = {}  # whether the kernels passed the test, by device, dtypes and kind of kernel
 
 
-def add_plan(key: Tuple[Any, ...], name: str, x: Tensor, make: Callable[[], Any]) -> Any:
-    """Make and store a plan. Unless the kernels were requested by name, a first plan of its kind is tested.
+def by_kernels(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor, *tensors: Optional[Tensor]) -> Any:
+    """Return what kernels compute for tensors, or None if torch computes it.
+
+    Unless the kernels were requested by name, the first plan of its kind is tested.
 
     Args:
         key: Key in :data:`plans`.
         name: Name of the backend, from :func:`requested_kernels`.
-        x: Stream.
         make: Returns a plan, or None if there are no kernels.
-
-    Returns:
-        The plan, or None if torch computes the update.
+        x: Stream.
+        tensors: The other arguments of the plan.
     """
-    plan: Any = make() if can_run(name, x) else None
+    plan = plans.get(key)
+    if plan is None:
+        plan = _add_plan(key, name, make, x)
+    if not plan:
+        return None
+    try:
+        return plan(x, *tensors)
+    except KernelFailed as error:
+        plan.fails(error)
+        return None
+
+
+def _add_plan(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor) -> Any:
+    plan: Any = can_run(name, x) and make()
     if len(plans) >= 1024:  # many different shapes or weights: start again
         plans.clear()
-    plans[key] = plan
+    plans[key] = plan or False
 
-    def fails(error: Exception) -> None:
+    def fails(problem: Any) -> None:
         if name != "auto":
-            raise error
-        plans[key] = None
+            raise problem
+        plans[key] = False
         warnings.warn(
-            f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {error}; the torch backend is used from "
+            f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {problem}; the torch backend is used from "
             f"now on. Please report this. {BACKEND_VARIABLE}=torch avoids the test", RuntimeWarning, stacklevel=2)
 
-    if plan is not None:
+    if plan:
         plan.fails = fails
-    if plan is None or name != "auto":
-        return plan
-    if plan.case not in _passed:
-        if x.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
-            del plans[key]  # the test synchronises the device: test a later call
-            return plan
-        problem = plan.problem()
-        _passed[plan.case] = not problem
-        if problem:
-            fails(RuntimeError(problem))
-    if not _passed[plan.case]:
-        plans[key] = None
+    if plan and name == "auto":
+        if plan.case not in _passed:
+            if x.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
+                del plans[key]  # the test synchronises the device: test a later call
+                return plan
+            try:
+                problem = plan.problem()
+            except KernelFailed as error:
+                problem = str(error)
+            _passed[plan.case] = not problem
+            if problem:
+                fails(problem)
+        plans[key] = plan if _passed[plan.case] else False
     return plans[key]

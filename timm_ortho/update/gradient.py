@@ -12,7 +12,6 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._compat import is_eager
 from . import formula
 from .formula import Weight, in_dtype
 
@@ -62,13 +61,7 @@ class KernelUpdate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        plan, saved, needed = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad
-        if grads[-1] is None and not torch.is_grad_enabled() and is_eager(*grads) and plan.takes(saved):
-            try:
-                return plan.gradients(saved, grads, needed)
-            except KernelFailed as error:
-                plan.fails(error)
-        return plan.torch_gradients(saved, grads, needed)
+        return ctx.plan.backward(ctx.saved_tensors, grads, ctx.needs_input_grad)
 
 
 def torch_gradients(
