@@ -14,7 +14,7 @@ def rewrite(values, folder):
 
 
 def write(study, runs, unfinished, folder):
-    """Write the report of a study or of a table of costs."""
+    """Write the report of a study."""
     return rewrite({"study": study, "runs": runs, "unfinished": unfinished}, folder)
 
 
