@@ -29,7 +29,7 @@ import timm_ortho
 from timm_ortho._yaml import load_yaml
 from timm_ortho.lab.data import open_source
 from timm_ortho.models.names import SUFFIXES, base_name
-from timm_ortho.runs.trained_run import image_config
+from timm_ortho.run_folder import image_config
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
 from .publish import commit_of, results_of

@@ -18,7 +18,7 @@ from typing import Any, Mapping, Optional, Sequence
 
 from timm_ortho.lab.planning.design import COMPARISON
 from timm_ortho.lab.reporting.published import folder_name, write
-from timm_ortho.runs.provenance import PRIVATE
+from timm_ortho.run_folder import PRIVATE
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 24  # studies with more runs than this keep only the records of the last epoch

@@ -346,7 +346,7 @@ _MEASURED = (
 def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
     from .bench import bench
-    from .runs.provenance import environment
+    from .run_folder import environment
     if parsed.amp and parsed.dtypes:
         raise UserError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
     options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
@@ -433,7 +433,7 @@ def _add_push(commands: Any) -> None:
 def _push(parsed: argparse.Namespace) -> int:
     _require("push", {"matplotlib": "matplotlib"})
     from .hub import export, push
-    from .runs.folders import import_modules
+    from .run_folder import import_modules
 
     contents = _requested(parsed, ("ema", "labels", "license", "revision"))
     import_modules(parsed.device_modules)
@@ -568,8 +568,7 @@ def _add_show(commands: Any) -> None:
 
 def _show(parsed: argparse.Namespace) -> int:
     from .diagnostics import show
-    from .runs.folders import import_modules
-    from .runs.trained_run import image_config
+    from .run_folder import image_config, import_modules
 
     if parsed.svg:
         if parsed.svg.suffix != ".svg":
@@ -599,7 +598,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
 
     from .hub import pull
     from .models.names import is_variant, similar_variants
-    from .runs.trained_run import BY_HAND, CheckpointRun, NoRunError, run_model
+    from .run_folder import BY_HAND, CheckpointRun, NoRunError, run_model
     from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
@@ -637,7 +636,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
 
 
 def _env(parsed: argparse.Namespace) -> int:
-    from .runs.provenance import environment
+    from .run_folder import environment
 
     for key, value in environment().items():
         print(f"{key:16} {value}")

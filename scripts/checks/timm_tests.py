@@ -40,7 +40,7 @@ from timm.models import _registry
 import timm_ortho
 from timm_ortho.models import coverage
 from timm_ortho.models.names import base_name, is_variant
-from timm_ortho.runs.folders import json_lines
+from timm_ortho.run_folder import json_lines
 
 # Quick variants with many kinds of blocks, stems, norms and heads. About half are _ortho, and half are _orthog.
 SPREAD = (

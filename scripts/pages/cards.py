@@ -21,13 +21,12 @@ from timm.models import get_pretrained_cfg
 
 import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.lab.folder import card_values
 from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.reporting.card_file import comparison
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
-from timm_ortho.runs.trained_run import Run
+from timm_ortho.run_folder import Run, card_values
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
@@ -65,10 +64,9 @@ class PublishedRun(Run):
         self.history = run["history"]
         self.epoch = self.history[-1]["epoch"]
         self.ema = self.evaluates_ema
-        result = {**run, "made_with": {**part.study["versions"], **(run.get("made_with") or {})}}
-        self.card = card_values(
-            result, split=(part.study.get("data") or {}).get("validation_split"),
-            top1={run["seed"]: run["top1"] for run in runs}, comparison=comparison(part))
+        compared = {"split": (part.study.get("data") or {}).get("validation_split"),
+                    "top1": runs, "rows": comparison(part)}
+        self.card = card_values(run, {**part.study["versions"], **(run.get("made_with") or {})}, compared)
 
 
 def texts(root: Path) -> dict[Path, str]:

@@ -10,11 +10,10 @@ import timm
 import torch
 from helpers.bench_runs import TRACED, run
 
-from timm_ortho import bench
+from timm_ortho import bench, run_folder as provenance
 from timm_ortho.bench import operator, options
 from timm_ortho.bench.results import COLUMNS, METRICS
 from timm_ortho.functional import plain_update
-from timm_ortho.runs import provenance
 
 ROOT = Path(__file__).parents[2]
 FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "triton", "copy"]

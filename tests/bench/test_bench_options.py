@@ -2,10 +2,9 @@
 import pytest
 import torch
 
-from timm_ortho import bench, cli
+from timm_ortho import bench, cli, run_folder as provenance
 from timm_ortho.bench import options
 from timm_ortho.functional import use_backend
-from timm_ortho.runs import provenance
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -8,7 +8,7 @@ import pytest
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.runs.provenance import environment
+from timm_ortho.run_folder import environment
 from timm_ortho.update import backend as backends
 
 SCRIPT = """

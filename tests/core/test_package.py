@@ -13,9 +13,9 @@ import yaml
 
 import timm_ortho
 from timm_ortho.hub.card import CITATIONS
-from timm_ortho.lab.folder import LOG, PLAN, RESULT, SESSIONS, SWITCHED
 from timm_ortho.lab.planning.plan import STUDY
 from timm_ortho.lab.reporting import published
+from timm_ortho.run_folder import FEATURES, LOG, PROBE, RECORDS, RUN, SWITCHED
 
 PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
@@ -26,7 +26,7 @@ FLOORS = [
     "cli __main__",
     "lab diagnostics.representation skips.rewrites",
     "hub bench",
-    "models diagnostics runs",
+    "models diagnostics run_folder",
     "convert arguments model_sites saving models.names models.variant_arguments",
     "blocks routing",
     "connections skips",
@@ -84,17 +84,17 @@ def _imported(path, parts, files):
 
 
 LAB_FILES = {  # also the ending of a run's folder
-    LOG, PLAN, RESULT, SESSIONS, STUDY, SWITCHED, published.STUDY, "probe.jsonl", "records.jsonl", "results.json",
-    "report.html", "report.md", "features.npy", "history.csv.gz", "probe.csv.gz", "records.csv.gz", "-seed"}
+    RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES, STUDY, published.STUDY, "results.json", "report.html", "report.md",
+    "history.csv.gz", "probe.csv.gz", "records.csv.gz", "-seed"}
 
 
 def test_only_the_lab_names_its_files():
-    """Other modules read `card.json` and timm's files. The command line's help names some of the lab's files."""
+    """The reader of runs' folders names their files too. The command line's help names some of the lab's files."""
     named = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in LAB_FILES))
     found = {path.relative_to(PACKAGE).parts: named.findall(path.read_text(encoding="utf-8"))
              for path in PACKAGE.rglob("*.py")}
-    assert {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py")} == set()
-    assert set(found["lab", "folder.py"]) >= {LOG, PLAN, RESULT, SESSIONS}
+    assert {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py", "run_folder.py")} == set()
+    assert set(found["run_folder.py",]) >= {RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES}
 
 
 def test_the_package_is_typed():

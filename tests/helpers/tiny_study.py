@@ -10,7 +10,7 @@ from timm_ortho.lab.folder import RunPlan, history, read_lines
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import Training
-from timm_ortho.runs.folders import read_history
+from timm_ortho.run_folder import read_history, read_run
 
 STUDY = """
 title: Does it work?
@@ -145,6 +145,21 @@ def read(path):
     return json.loads(Path(path).read_text())
 
 
+def result_of(folder):
+    return read_run(folder).result
+
+
+def change_run(folder, **changes):
+    """Replace top-level keys of a `run.json`."""
+    values = read(folder / "run.json")
+    (folder / "run.json").write_text(json.dumps({**values, **changes}))
+
+
+def unfinish(folder):
+    """Remove the result of a finished run."""
+    change_run(folder, result=None)
+
+
 def rates(folder):
     return [row["lr"] for row in history(folder, RunPlan.read(folder))]
 
@@ -166,6 +181,5 @@ def assert_same_run(one, other):
         assert untimed[0] == untimed[1] != []
     for name in ("probe.jsonl", "records.jsonl"):
         assert read_lines(one / name) == read_lines(other / name)
-    results = [{key: value for key, value in read(folder / "result.json").items() if key not in (*TIMED, "made_with")}
-               for folder in (one, other)]
+    results = [{key: value for key, value in result_of(folder).items() if key not in TIMED} for folder in (one, other)]
     assert results[0] == results[1]

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 import pytest
 import yaml
+from helpers.tiny_study import change_run, result_of, unfinish
 from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
 from timm.data import ImageNetInfo
@@ -19,9 +20,7 @@ from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab import commands
-from timm_ortho.lab.folder import card_values
-from timm_ortho.runs.card_values import CardValues
-from timm_ortho.runs.trained_run import CheckpointRun
+from timm_ortho.run_folder import CardValues, CheckpointRun, card_values, read_run
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
@@ -68,7 +67,7 @@ def section(card, title):
 # ------------------------------------------------------------------------------------------ metrics of files
 def test_metadata_is_the_run_with_its_spread(grid):
     run = CheckpointRun(grid / "feature-seed1")
-    top1 = {seed: read(grid / f"feature-seed{seed}" / "result.json")["top1"] for seed in range(3)}
+    top1 = {seed: result_of(grid / f"feature-seed{seed}")["top1"] for seed in range(3)}
     last = rows(grid / "feature-seed1")[-1]
     assert figures(model_card(SUBJECT, run)) == {
         "top-1 of these weights, %": (pytest.approx(last["eval_top1"], abs=1e-4), None),
@@ -98,17 +97,17 @@ def test_every_metric_comes_from_the_files(grid):
 
 @pytest.mark.parametrize(("file", "key", "name"), [
     ("summary.csv", "eval_top1", "top-1 of these weights, %"),
-    ("result.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
+    ("run.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
 ])
 def test_a_card_follows_its_files(copied, file, key, name):
     path = copied / "feature-seed0" / file
     before = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    values = rows(path.parent) if file == "summary.csv" else [read(path)]
+    values = rows(path.parent) if file == "summary.csv" else [result_of(path.parent)]
     values[-1][key] += 3
     if file == "summary.csv":
         write_rows(path.parent, values)
     else:
-        path.write_text(json.dumps(values[0]))
+        change_run(path.parent, result=values[0])
         commands.report_on([copied])
     after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
     assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
@@ -116,7 +115,7 @@ def test_a_card_follows_its_files(copied, file, key, name):
 
 def test_unfinished_runs_have_no_numbers_on_the_card(copied):
     for seed in (1, 2):
-        (copied / f"feature-seed{seed}" / "result.json").unlink()
+        unfinish(copied / f"feature-seed{seed}")
     commands.report_on([copied])
     run = CheckpointRun(copied / "feature-seed0")
     assert list(run.card.top1) == [0]
@@ -227,7 +226,7 @@ def test_sections_of_a_card(grid):
     assert len(snippets) == 2
     assert all(first.startswith("import timm_ortho  # ") for first in snippets)
     assert "he2016identity" not in text
-    made = read(grid / "feature-seed0" / "result.json")["made_with"]
+    made = read_run(grid / "feature-seed0").made_with
     assert f"timm-ortho {made['timm-ortho']}, timm {made['timm']}, torch {made['torch']}" in text
     assert made.get("commit", "") in text
     assert "{{" not in text
@@ -263,7 +262,7 @@ def test_a_limited_number_of_images_is_stated(copied):
     options = yaml.safe_load((folder / "args.yaml").read_text())
     options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
     (folder / "args.yaml").write_text(yaml.safe_dump(options))
-    (folder / "card.json").write_text(json.dumps({**read(folder / "card.json"), "split": "test"}))
+    change_run(folder, comparison={"split": "test", "top1": [], "rows": []})
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert "trained on 64 images of the image folder 'cifar10'" in str(card)
     assert "| on 32 images of the image folder 'cifar10', split test" in section(card, "Results")
@@ -279,10 +278,10 @@ def test_made_with_has_no_empty_values_and_no_host(tmp_path):
                    "--option class_map=/home/me/a.txt -b 16 --model-kwargs depth=2 out/here", "continued": []}
     command = ("`timm-ortho compare --data-dir cifar10 --output=out --option class_map=a.txt -b 16 --model-kwargs "
                "depth=2 out/here`")
-    made = cards.made_with(card_values({"made_with": session, "device": "cpu"}).made_with)
+    made = cards.made_with(card_values({"device": "cpu"}, session).made_with)
     assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
     continued = {**session, "job": "12", "continued": [session, session]}
-    again = cards.made_with(card_values({"made_with": continued}).made_with)
+    again = cards.made_with(card_values({}, continued).made_with)
     assert again == f"torch 2, cpu EPYC, command {command}, continued 2 times"
     module = cards.made_with({"command": "/home/me/timm_ortho/__main__.py study run x"})
     assert module == "command `timm-ortho study run x`"

@@ -1,5 +1,4 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
-import json
 import shutil
 import sys
 from functools import partial
@@ -12,6 +11,7 @@ import timm
 import torch
 import yaml
 from helpers.exported import VIT, config, loaded, logits, tiny
+from helpers.tiny_study import change_run
 from helpers.trained_runs import TINY, timm_run
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import timm_ortho
 from timm_ortho import cli, connections, hub
 from timm_ortho.hub import PublishError, repository
+from timm_ortho.run_folder import read_run
 from timm_ortho.skips import SKIPS
 from timm_ortho.weights import checks
 
@@ -265,8 +266,8 @@ def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
     options = yaml.safe_load((folder / "args.yaml").read_text())
     options["model_kwargs"]["connection"] = "global"
     (folder / "switched" / "args.yaml").write_text(yaml.safe_dump(options))
-    card = json.loads((folder / "card.json").read_text())
-    (folder / "card.json").write_text(json.dumps({**card, "stage": "switched"}))
+    plan = read_run(folder).plan
+    change_run(folder, plan={**plan, "stages": [*plan["stages"], {**plan["stages"][0], "folder": "switched"}]})
     for weights, connection in ((folder, "global"), (folder / "last.pth.tar", "linear")):
         hub.export(weights, tmp_path / "out", "me/model")
         assert config(tmp_path / "out")["model_args"]["connection"] == connection

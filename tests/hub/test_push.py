@@ -1,11 +1,11 @@
 """Push models to the mock Hub, from Python and the command line, and load them in new processes without a cache."""
-import json
 import re
 
 import pytest
 from helpers.hub_client import SOON, HubClient
 from helpers.hub_models import IMPORTS, SLOW_DNS
 from helpers.hub_server import HubServer
+from helpers.tiny_study import result_of
 
 from timm_ortho import hub
 
@@ -59,7 +59,7 @@ def test_a_run_from_the_command_line(server, client, grid, tmp_path):
     assert commit.files.keys() >= {"training.png", "README.md"}
     card = server.files("me/digits")["README.md"].decode()
     assert "license: mit" in card
-    top1 = json.loads((run / "result.json").read_text())["top1"]
+    top1 = result_of(run)["top1"]
     assert f"| top-1 of these weights, % | {top1:.2f} |" in card
     again = client.run("answer(logits(pull('me/digits'), 1, 16))")
     hub.export(run, tmp_path / "out", "me/digits")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, read, request, stopped, written
+from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, request, result_of, stopped, written
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
@@ -332,7 +332,7 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     assert sentence in (tmp_path / "out" / "report.md").read_text()
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
-    assert read(tmp_path / "out" / "linear-seed0" / "result.json")["images_per_second"] > 0
+    assert result_of(tmp_path / "out" / "linear-seed0")["images_per_second"] > 0
     with pytest.raises(LabError, match=r"has other settings \(crop_padding was 2 and is now 3"):
         commands.run(compared(tmp_path / "out", ["linear"], **{**EVERYTHING, "crop_padding": 3}))
 

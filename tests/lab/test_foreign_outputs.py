@@ -8,9 +8,10 @@ import pytest
 import yaml
 from helpers.laughs import LAUGHS
 from helpers.made_up_runs import run_of, study_of
-from helpers.tiny_study import compared, one_run, request, trained, written
+from helpers.tiny_study import compared, one_run, request, trained, unfinish, written
 
 from timm_ortho import cli
+from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
 from timm_ortho.lab.folder import RunPlan, state
 from timm_ortho.lab.planning.plan import read
@@ -59,9 +60,9 @@ def test_a_run_outside_of_the_study_is_refused(tmp_path, place, capsys):
 
 def test_a_stage_outside_of_the_run_is_refused(tmp_path):
     folder = one_run(tmp_path / "out")
-    plan = (folder / "run.yaml").read_text()
-    (folder / "run.yaml").write_text(plan.replace("- folder: .", f"- folder: {tmp_path / 'victim'}"))
-    with pytest.raises(LabError, match=r"has a stage in another folder, '.*victim': remove"):
+    plan = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(plan.replace('"folder": "."', f'"folder": "{tmp_path / "victim"}"'))
+    with pytest.raises(UserError, match=r"run.json cannot be read \(it.plan.stages.folder is '.*victim'"):
         RunPlan.read(folder)
 
 
@@ -73,12 +74,12 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def theirs(finished, tmp_path):
-    """A copy of `finished`, and the file `victim/card.json` outside it."""
+    """A copy of `finished`, and the file `victim/run.json` outside it."""
     (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "card.json").write_text("precious")
+    (tmp_path / "victim" / "run.json").write_text("precious")
     yield shutil.copytree(finished, tmp_path / "theirs")
     assert files_in(tmp_path / "victim") - files_in(finished / "linear-seed0") == set()
-    assert (tmp_path / "victim" / "card.json").read_text() == "precious"
+    assert (tmp_path / "victim" / "run.json").read_text() == "precious"
 
 
 def link(path, target):
@@ -92,22 +93,22 @@ def link(path, target):
 def test_a_report_does_not_follow_the_links_of_its_folder(theirs, file):
     """A link in place of a file is replaced by the file, and a link in place of a temporary file is removed."""
     path = theirs / file.format(os.getpid())
-    link(path, theirs.parent / "victim" / "card.json")
+    link(path, theirs.parent / "victim" / "run.json")
     study.report_on([theirs])
     assert not path.is_symlink()
     assert path.name.startswith(".") or path.is_file()
 
 
 @pytest.mark.parametrize("name", [
-    "figures", "figures/training.svg", "linear-seed0", "linear-seed0/card.json", "linear-seed0/switched"])
+    "figures", "figures/training.svg", "linear-seed0", "linear-seed0/run.json", "linear-seed0/switched"])
 def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, capsys):
     victim = theirs.parent / "victim"
     (theirs / "figures").mkdir()
     if name == "linear-seed0":  # a folder that can be read as a run
         for path in (theirs / name).iterdir():
-            if path.name != "card.json":
+            if path.name != "run.json":
                 shutil.copy(path, victim)
-    link(theirs / name, victim / "card.json" if "." in name else victim)
+    link(theirs / name, victim / "run.json" if "." in name else victim)
     before = contents(theirs)
     assert cli.main(["study", "report", str(theirs)]) == 2
     assert contents(theirs) == before
@@ -119,8 +120,8 @@ def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, c
 def test_training_does_not_write_through_links(theirs, name):
     """These files are appended to, cut off or locked."""
     folder = theirs / "linear-seed0"
-    (folder / "result.json").unlink()
-    link(folder / name, theirs.parent / "victim" / "card.json")
+    unfinish(folder)
+    link(folder / name, theirs.parent / "victim" / "run.json")
     for write in (lambda: run.run(folder), lambda: RunPlan.read(folder).write(folder)):
         with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
             write()
@@ -140,8 +141,8 @@ def test_a_plan_does_not_write_through_links(theirs, name, seed):
 def test_the_state_of_a_run_does_not_lock_through_a_link(theirs, monkeypatch):
     """Releases of filelock before 3.20.1 truncate the file that a link names."""
     folder = theirs / "linear-seed0"
-    (folder / "result.json").unlink()
-    link(folder / ".lock", theirs.parent / "victim" / "card.json")
+    unfinish(folder)
+    link(folder / ".lock", theirs.parent / "victim" / "run.json")
     monkeypatch.setattr("timm_ortho.lab.folder.FileLock", lambda path, **_: path.write_text(""))
     assert state(folder)[0] == "stopped"
 
@@ -153,7 +154,7 @@ def test_the_users_own_link_to_an_output_is_followed(theirs, capsys):
         assert cli.main(["study", command, str(mine)]) == 0
     assert f"report: {mine / 'report.html'}" in capsys.readouterr().out
     assert (theirs / "report.html").is_file()
-    (mine / "linear-seed0" / "result.json").unlink()
+    unfinish(mine / "linear-seed0")
     assert run.run(mine / "linear-seed0")["epochs"] == 1
 
 
@@ -174,7 +175,7 @@ def test_own_files_have_no_aliases(tmp_path):
     """Options from a recipe with one list in two places are stored without an alias."""
     shared = [0.5, 0.5, 0.5]
     folder = one_run(tmp_path / "out", mean=shared, std=shared)
-    for file in (folder / "run.yaml", folder / "args.yaml", folder.parent / "study.yaml"):
+    for file in (folder / "args.yaml", folder.parent / "study.yaml"):
         assert "&id" not in file.read_text()
 
 

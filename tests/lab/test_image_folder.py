@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers.tiny_study import compared, one_run, planned, read, request, written
+from helpers.tiny_study import compared, one_run, planned, request, written
 from PIL import Image
 
 from timm_ortho import cli
@@ -21,6 +21,7 @@ from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
 from timm_ortho.lab.train_options import known_options
+from timm_ortho.run_folder import read_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -402,8 +403,8 @@ def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, data
     folder = one_run(tmp_path / "out", dataset=dataset, data_dir=str(root), workers=workers, **WHOLE)
     with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
         run.run(folder)
-    assert read(folder / "sessions.json")[-1]["error"].startswith(f"image {path} cannot be used")
-    assert not (folder / "result.json").exists()
+    assert read_run(folder).last_session["error"].startswith(f"image {path} cannot be used")
+    assert read_run(folder).result is None
 
 
 def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Launching runs: parallel, killed, failing and interrupted runs, collected results, and tasks of Slurm."""
 import io
-import json
 import os
 import signal
 import subprocess
@@ -18,22 +17,26 @@ from helpers.tiny_study import (
     STUDY,
     Stop,
     assert_same_run,
+    change_run,
     compared,
     one_run,
     planned,
     read,
     request,
+    result_of,
     state,
     stopped,
     trained,
+    unfinish,
     written,
 )
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
-from timm_ortho.lab.folder import LOG, RESULT, RunPlan, Stage
+from timm_ortho.lab.folder import LOG, RunPlan, Stage
 from timm_ortho.lab.reporting import collect
-from timm_ortho.lab.running import features, launcher, run
+from timm_ortho.lab.running import features, launcher, run, slurm
+from timm_ortho.run_folder import read_history, read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="requires Linux: /proc does not exist")
@@ -58,7 +61,7 @@ def test_parallel_runs_have_the_same_numbers(tiny, tmp_path, capsys):
     path, output = tiny
     arguments = ["study", "run", path, "--scale", "smoke", "--device", "cpu", "--output", str(tmp_path / "out")]
     assert cli.main([*arguments, "--parallel", "2"]) == 0
-    names = sorted(item.name for item in output.iterdir() if (item / RESULT).is_file())
+    names = sorted(item.name for item in output.iterdir() if item.is_dir() and (item / "run.json").is_file())
     assert len(names) == 4
     for name in names:
         assert_same_run(output / name, tmp_path / "out" / name)
@@ -151,8 +154,8 @@ def test_status(tmp_path, monkeypatch, capsys):
     with folders.work_on(at_work):
         assert cli.main(["study", "status", str(experiment.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    top1 = f"top-1 {read(done / RESULT)['top1']:.2f} %"
-    half_top1 = f"top-1 {folders.read_history(half)[0]['eval_top1']:.2f} %"
+    top1 = f"top-1 {result_of(done)['top1']:.2f} %"
+    half_top1 = f"top-1 {read_history(half)[0]['eval_top1']:.2f} %"
     assert [line.split(maxsplit=2) for line in lines[:-1]] == [
         ["lr=0.001-linear-seed0", "finished", top1],
         ["lr=0.01-linear-seed0", "stopped", f"epoch 1 of 2, {half_top1}"],
@@ -172,11 +175,9 @@ def test_the_state_of_a_run_whose_lock_cannot_be_tried(tmp_path, monkeypatch, er
 
     folder = one_run(tmp_path / "out")
     (folder / ".lock").touch()
-    (folder / "sessions.json").write_text(json.dumps([session]))
+    change_run(folder, sessions=[session])
     monkeypatch.setattr(folders, "FileLock", Refused)
     assert folders.state(folder) == state
-    (folder / "run.yaml").unlink()
-    assert folders.state(folder) == ("waiting", "")
     refused = nullcontext() if isinstance(error, NotImplementedError) else pytest.raises(PermissionError)
     with refused, folders.work_on(folder):
         pass
@@ -186,7 +187,7 @@ def test_a_run_that_ends_during_the_check_is_finished(tmp_path, monkeypatch):
     folder = one_run(tmp_path / "out")
 
     def ends(_):
-        (folder / RESULT).write_text('{"top1": 50.0}')
+        change_run(folder, result={"top1": 50.0})
         return False
 
     monkeypatch.setattr(folders, "is_at_work", ends)
@@ -199,7 +200,7 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
             return super().acquire(0, **arguments)
 
     folder = one_run(tmp_path / "out")
-    (folder / "sessions.json").write_text('[{"pid": 17, "host": "elsewhere"}]')
+    change_run(folder, sessions=[{"pid": 17, "host": "elsewhere"}])
     with folders.work_on(folder):
         monkeypatch.setattr(folders, "FileLock", NoWait)
         with pytest.raises(LabError, match=r"process trains .*feature-seed0 \(process 17 on host elsewhere\): wait"):
@@ -350,25 +351,24 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     done, unfinished = finished(experiment.folder)
     assert done == [({}, "global", 0)]
     assert [text.partition(" (failed: ")[0] for text in unfinished] == ["linear-seed0", "feature-seed0"]
-    sessions = [read(experiment.folder / f"{name}-seed0" / "sessions.json") for name in ("linear", "feature")]
-    assert [len(of_run) for of_run in sessions] == [2, 2]
+    assert [len(read_run(experiment.folder / f"{name}-seed0").sessions) for name in ("linear", "feature")] == [2, 2]
 
 
 def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_path, capsys):
-    """The run's lock is held by the process that the first launcher started, the last session in sessions.json.
+    """The run's lock is held by the process that the first launcher started, the last session in run.json.
 
     The process that the second launcher starts cannot lock the run, so it ends with an error.
     """
     experiment = planned(compared(tmp_path / "out", ["linear"]))
     folder = experiment.folder / "linear-seed0"
     sessions = [{"pid": 17, "host": "elsewhere", "begin": "a"}]
-    (folder / "sessions.json").write_text(json.dumps(sessions))
+    change_run(folder, sessions=sessions)
     with folders.work_on(folder):
         failed = launcher.local(experiment.folder, experiment.runs)
     reason = f"another process trains {folder} (process 17 on host elsewhere): wait for it, or stop it"
     assert failed == {"linear-seed0": f"{reason}, see {folder / LOG}"}
     assert "it is started again" not in capsys.readouterr().err
-    assert read(folder / "sessions.json") == sessions
+    assert read_run(folder).sessions == sessions
 
 
 def test_a_second_command_leaves_the_report_of_the_first(tmp_path):
@@ -395,7 +395,7 @@ def started(path, output, epochs):
 
 def pids(output):
     """Return the process ids in the sessions of all runs."""
-    return [read(path)[-1]["pid"] for path in output.glob("*/sessions.json")]
+    return [pid for path in output.glob("*/run.json") if (pid := read_run(path.parent).last_session.get("pid"))]
 
 
 def alive(pid):
@@ -419,13 +419,13 @@ def test_no_process_outlives_the_command(sent, tmp_path):
     """Each signal to the command ends its runs. After SIGINT (Ctrl-C) and SIGTERM, the command writes a report."""
     output, path = tmp_path / "out", written(tmp_path)
     one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
-    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the command skips this run, as if it were finished
+    change_run(output / next(iter(one.runs)), result={})  # the command skips this run, as if it were finished
     with started(path, output, epochs=100_000) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         at_work = pids(output)
         assert len(at_work) == 2
         if sent != signal.SIGKILL:
-            (output / next(iter(one.runs)) / RESULT).unlink()  # no report can be made from "{}"
+            unfinish(output / next(iter(one.runs)))  # no report can be made from {}
         if sent == signal.SIGINT:
             os.killpg(process.pid, sent)  # for Ctrl-C, a terminal sends SIGINT to the whole process group
         else:
@@ -474,7 +474,7 @@ def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert errors.count(" was killed (SIGKILL); it is started again") == 2
-    killed = [path.parent for path in output.glob("*/sessions.json") if len(read(path)) == 2]
+    killed = [path.parent for path in output.glob("*/run.json") if len(read_run(path.parent).sessions) == 2]
     assert len(killed) == 2
     whole = planned(request(path, tmp_path / "whole", epochs=25)).folder
     run.run(whole / killed[0].name)
@@ -498,8 +498,8 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
 def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1, Stop)
-    sessions = read(folder / "sessions.json")
-    (folder / "sessions.json").write_text(json.dumps([{**sessions[0], "torch": "1.0"}]))
+    sessions = read_run(folder).sessions
+    change_run(folder, sessions=[{**sessions[0], "torch": "1.0"}])
     run.run(folder)
     assert f"was last trained with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
     assert state(folder)["epoch"] == 1
@@ -525,10 +525,11 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
 
 
 def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / RESULT).write_text('{"top1": null}')
-    launcher._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
-    assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
+    experiment = planned(compared(tmp_path / "out", ["linear"]))
+    progress = launcher._Progress(experiment.folder, experiment.runs)
+    change_run(experiment.folder / "linear-seed0", result={"top1": None})
+    progress.ended("linear-seed0")
+    assert "[1/1] linear-seed0: top-1 unknown" in capsys.readouterr().err
 
 
 @linux
@@ -539,70 +540,82 @@ def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, sta
 
     The exit status of a run that Slurm has signalled is 143 (128 + SIGTERM), -15 (SIGTERM) or -12 (SIGUSR2).
     """
-    job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
-    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
-    monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
-    monkeypatch.setattr(launcher.os, "environ", {})
+    pytest.importorskip("submitit")
+    variables = dict(SLURM_JOB_ID="13", SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="1", SLURM_JOB_NODELIST="node7",
+                     SLURM_NODEID="0", SLURM_NTASKS="1", SLURM_JOB_NUM_NODES="1", SLURM_PROCID="0", SLURM_LOCALID="0",
+                     _TEST_CLUSTER_="slurm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(slurm.subprocess, "check_output", lambda *_, **__: b"node7\n")
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
     waited = []
-    monkeypatch.setattr(launcher.time, "sleep", waited.append)
-    assert launcher._Task([])(str(tmp_path)) == status
+    monkeypatch.setattr(slurm.time, "sleep", waited.append)
+    assert slurm._Task([])(str(tmp_path)) == status
     assert bool(waited) == waits
-    assert launcher.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
+    first = os.environ["MASTER_PORT"]
+    assert (os.environ["MASTER_ADDR"], os.environ["NODE_RANK"]) == ("node7", "0")
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")  # tasks of an array that share a node have different ports
+    slurm._Task([])(str(tmp_path))
+    assert os.environ["MASTER_PORT"] != first
 
 
-def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
+@pytest.fixture
+def queue(monkeypatch):
+    """Mock Slurm. Return the lists of jobs in the queue and of submitted folders."""
+    queued, submitted = [], []
+
+    def map_array(task, folders):
+        submitted.append([Path(folder).name for folder in folders])
+        return [SimpleNamespace(job_id=f"{len(submitted)}_{index}") for index in range(len(folders))]
+
+    monkeypatch.setattr(slurm.Slurm, "executor", lambda *_: SimpleNamespace(map_array=map_array))
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(
+        returncode=0, stdout="\n".join(queued)))
+    return queued, submitted
+
+
+def test_nothing_is_submitted_twice(tmp_path, queue, capsys):
+    """One run is finished, one is in the queue, one has started before its id was stored, and one's job has failed."""
+    pytest.importorskip("submitit")
+    queued, submitted = queue
+    requested = compared(tmp_path / "out", ["linear", "feature", "global", "hybrid"], epochs=1)
+    folder = planned(requested).folder
+    run.run(folder / "linear-seed0")
+    change_run(folder / "global-seed0", sessions=[{"job": "7_1"}])
+    queued.append("7_1")
+    with folders.work_on(folder / "hybrid-seed0"):
+        assert study.run(requested, slurm=study.Slurm(parallel=2)) == 0
+    assert submitted == [["feature-seed0"]]
+    assert "1 runs submitted, at most 2 at the same time; 2 were already in the queue, 1 are finished: timm-ortho " in (
+        capsys.readouterr().out)
+    assert read_run(folder / "feature-seed0").job == "1_0"
+    queued.append("1_0")
+    study.run(requested, slurm=study.Slurm())
+    assert submitted[1:] == [["hybrid-seed0"]]
+    queued.clear()
+    study.run(requested, slurm=study.Slurm())
+    assert submitted[2:] == [["feature-seed0", "global-seed0", "hybrid-seed0"]]
+
+
+def test_errors_of_slurm_are_one_line(tmp_path, monkeypatch, queue):
+    """Without an answer of squeue, it is unknown which runs are queued, so none is submitted."""
     submitit = pytest.importorskip("submitit")
+    experiment = planned(compared(tmp_path / "out", ["linear"]))
 
     def refuse(*_):
         raise submitit.core.utils.FailedJobError("sbatch: error:\n invalid partition specified: nope")
 
-    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
-    stage = Stage(".", {"dataset": "digits"}, stop_epoch=1)
+    monkeypatch.setattr(slurm.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
     with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
-        launcher.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [stage])}, ["a"])
-
-
-@pytest.mark.parametrize(("jobs", "squeue", "failed"), [
-    ([RESULT], [0, 1, 1, 0], None),
-    ([None, None, RESULT], [0] * 4, None),
-    ([None, "new"], [0] * 3, "new"),
-    ([None, None, None], [0] * 4, "its process ended without a result"),
-])
-def test_slurm_jobs_of_a_run_that_failed_before(tmp_path, monkeypatch, capsys, jobs, squeue, failed):
-    """Each job writes a result or an error, or dies before it writes a session. The numbers are squeue's exit status.
-    """
-    (tmp_path / "a").mkdir()
-    sessions, submitted, answers = [{"error": "old"}], [], iter(squeue)
-
-    def submit(self, root, runs, names):
-        (root / "a" / "job").write_text("7")
-        submitted.append(jobs[len(submitted)])
-
-    def answer(*_, **__):
-        status, job = next(answers), (submitted or [None])[-1]
-        if job == RESULT and not status:
-            (tmp_path / "a" / RESULT).write_text('{"top1": 50.0}')
-        sessions.extend([{"error": job}] if job == "new" else [])
-        (tmp_path / "a" / "sessions.json").write_text(json.dumps(sessions))
-        return SimpleNamespace(returncode=status, stdout="", stderr="Socket timed\nout")
-
-    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
-    monkeypatch.setattr(launcher.Slurm, "_submit", submit)
-    monkeypatch.setattr(launcher.subprocess, "run", answer)
-    failures = launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
-    assert failures == ({"a": f"{failed}, see {tmp_path / 'a' / LOG}"} if failed else {})
-    assert (submitted, list(answers)) == (jobs, [])
-    errors = capsys.readouterr().err
-    assert errors.count("squeue failed: Socket timed out; it is called again in 0 s") == sum(squeue)
-
-
-def test_slurm_that_does_not_answer_is_refused(tmp_path, monkeypatch):
-    """Without a first answer, it is unknown which runs are queued, so none is submitted."""
-    monkeypatch.setattr(launcher.Slurm, "executor", lambda *_: None)
+        slurm.Slurm().submit(experiment.folder, experiment.runs)
     monkeypatch.setattr(
-        launcher.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="Socket timed\nout"))
+        slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="Socket timed\nout"))
     with pytest.raises(LabError, match=r"^squeue failed: Socket timed out$"):
-        launcher.Slurm(seconds=0).train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+        slurm.Slurm().submit(experiment.folder, experiment.runs)
 
 
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
@@ -610,6 +623,5 @@ def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
         raise RuntimeError("Could not detect srun")
 
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=none))
-    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="--launcher slurm needs Slurm, but sbatch is missing"):
-        launcher.Slurm().train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+        slurm.Slurm().submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})

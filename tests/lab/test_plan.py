@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from helpers.tiny_study import SMALL, STUDY, compared, one_run, planned, request, written
+from helpers.tiny_study import SMALL, STUDY, change_run, compared, one_run, planned, request, written
 
 from timm_ortho import cli
 from timm_ortho._images import data_config
+from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study, value_text
-from timm_ortho.lab.folder import RESULT, RunPlan, Stage, read_yaml
+from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
@@ -274,7 +275,7 @@ def test_the_files_of_a_finished_run_are_kept(tmp_path):
     """They describe its training. A later command may have another machine, and the files of unfinished runs get it."""
     out = tmp_path / "out"
     finished = one_run(out, "linear")
-    (finished / RESULT).write_text("{}")
+    change_run(finished, result={})
     before = contents(finished)
     planned(compared(out, pin_mem=True))
     assert contents(finished) == before
@@ -361,10 +362,23 @@ def test_foreign_folders_are_refused(tmp_path):
     (damaged / "study.yaml").write_text("[1]\n")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
         plan.read(damaged)
-    (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
-    run_plan.write_text("[1]\n")
-    with pytest.raises(LabError, match=r"run.yaml is from another version .*remove .*linear-seed0, or choose another"):
-        planned(compared(tmp_path / "old", ["linear"]))
+
+
+def test_a_run_without_a_whole_plan_is_refused_and_kept(tmp_path, capsys):
+    """The plan is missing in a folder of an earlier version, or incomplete in a copy."""
+    folder = one_run(tmp_path / "out", "linear")
+    whole = (folder / "run.json").read_text()
+    for text, reason in ((None, "has no run.json, so this version"), (whole[:100], r"cannot be read \(Unterminated"),
+                         ("[1]", r"cannot be read \(it is \[1\]\): copy it again, or remove ")):
+        (folder / "run.json").unlink() if text is None else (folder / "run.json").write_text(text)
+        before = contents(folder.parent)
+        for command in (lambda: planned(compared(tmp_path / "out", ["linear"])),
+                        lambda: study.run(compared(tmp_path / "out", ["linear"])),
+                        lambda: study.status(folder.parent), lambda: study.report_on([folder.parent])):
+            with pytest.raises(UserError, match=reason) as caught:
+                command()
+            assert "\n" not in str(caught.value)
+            assert contents(folder.parent) == before
 
 
 def test_a_study_extends_another(tmp_path):

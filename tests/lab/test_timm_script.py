@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.tiny_study import SMALL, TIMED, only_run, planned, read, request, state, written
+from helpers.tiny_study import SMALL, TIMED, only_run, planned, request, state, unfinish, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
@@ -13,6 +13,7 @@ from timm_ortho.lab.folder import RunPlan, read_yaml
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import launcher, run, timm_script as train_py
+from timm_ortho.run_folder import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -89,7 +90,7 @@ def test_a_killed_script_is_continued(two_by_two):
     assert state(folder)["optimizer"] == {"epochs": 2}
     assert (folder / "summary.csv").read_text().count("epoch,") == 2
     assert state(folder)["args"].resume == str(folder / "last.pth.tar")
-    assert len(read(folder / "result.json")["made_with"]["continued"]) == 1
+    assert len(read_run(folder).sessions) == 2
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_epochs_without_validation(unfinished, tmp_path):
     for path in (folder / "summary.csv", hand / "summary.csv"):
         header, _, *rows = path.read_text().splitlines(keepends=True)
         path.write_text("".join([header, *rows]))
-    (folder / "result.json").unlink()
+    unfinish(folder)
     assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
     assert [by_its_script(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
     part, = collect.collect([unfinished, hand]).values()

@@ -21,8 +21,8 @@ from helpers.tiny_study import (
     only_run,
     planned,
     rates,
-    read,
     request,
+    result_of,
     state,
     stopped,
     switching,
@@ -36,8 +36,7 @@ from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, known_options
-from timm_ortho.runs.folders import read_history
-from timm_ortho.runs.trained_run import CheckpointRun
+from timm_ortho.run_folder import CheckpointRun, read_history, read_run
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)
@@ -75,14 +74,13 @@ def test_files(study):
     for name in ("linear-seed0", "feature-seed0"):
         folder = study / name
         assert {path.name for path in folder.iterdir()} - {".lock"} == {
-            "run.yaml", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
-            "sessions.json", "result.json", "card.json", "features.npy"}
+            "run.json", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar", "features.npy"}
         header, *rows = (folder / "summary.csv").read_text().splitlines()
         assert header.split(",") == [
             "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),
             "eval_loss", "eval_top1", "eval_top5", "lr"]
         assert [row.split(",")[0] for row in rows] == ["0", "1"]
-        history, result = read_history(folder), read(folder / "result.json")
+        history, result = read_history(folder), result_of(folder)
         assert [row["epoch"] for row in history] == [0, 1]
         assert result["top1"] == history[-1]["eval_top1"] == float(rows[-1].split(",")[6])
         assert result["images_per_second"] == fmean(row["train_images_per_second"] for row in history)  # 2 epochs
@@ -95,8 +93,8 @@ def test_files(study):
         assert [row["epochs_done"] for row in probes] == [0, 1, 2]
         assert [(site["layer"], site["kind"]) for site in probes[0]["sites"]] == [
             (0, "attention"), (0, "mlp"), (1, "attention"), (1, "mlp")]
-        assert result["made_with"]["continued"] == []
-        assert result["made_with"]["begin"] <= result["made_with"]["end"]
+        (session,) = read_run(folder).sessions
+        assert session["begin"] <= session["end"]
 
 
 def test_connections_train_to_different_weights(study):
@@ -123,7 +121,7 @@ def test_timm_loads_checkpoints(study):
 
 def test_finished_runs_are_not_repeated(study, monkeypatch):
     monkeypatch.setattr(train.Training, "train", lambda *_: pytest.fail("a finished run was trained again"))
-    assert run.run(study / "linear-seed0") == read(study / "linear-seed0" / "result.json")
+    assert run.run(study / "linear-seed0") == result_of(study / "linear-seed0")
 
 
 # ------------------------------------------------------------------------------------------------ pairing
@@ -170,10 +168,10 @@ def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, options
     run.run(whole)
     stopped(parts, monkeypatch, 2 * BATCHES + 2)
     assert state(parts)["epoch"] == 1
-    assert not (parts / "result.json").exists()
+    assert result_of(parts) is None
     run.run(parts)
     assert_same_run(parts, whole)
-    made = read(parts / "result.json")["made_with"]
+    made = read_run(parts).made_with
     assert len(made["continued"]) == 1
     assert made["begin"] <= made["continued"][0]["begin"]
 
@@ -232,7 +230,7 @@ def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switc
     """If the optimizer is reinitialised, both stages number epochs from 0. The second stage's metrics are published."""
     folder = switches[optimizer][1]
     published = CheckpointRun(folder, ema=True)
-    assert published.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
+    assert published.evaluated["eval_top1"] == result_of(folder)["top1"]
     assert not published.chosen_on_validation
 
 
@@ -242,7 +240,7 @@ def test_a_switch_replaces_only_the_connections(switches):
         folder = switches[optimizer][1]
         assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
             "global", "feature"]
-        result = read(folder / "result.json")
+        result = result_of(folder)
         assert (result["connection"], result["switch_epoch"]) == ("feature", 4 if optimizer == "reinitialised" else 2)
         planned_run = RunPlan.read(folder)
         stage = planned_run.stages[1]
@@ -265,12 +263,17 @@ def test_a_damaged_checkpoint_is_a_one_line_error(tmp_path, monkeypatch, capsys)
     assert line.startswith(f"timm-ortho: {last} cannot be read (")
     assert line.endswith(f": remove {folder} to train the run again")
     assert last.stat().st_size == 1000
-    assert read(folder / "sessions.json")[-1]["error"] == line.removeprefix("timm-ortho: ")
+    assert read_run(folder).last_session["error"] == line.removeprefix("timm-ortho: ")
 
-    def full(*_):
-        raise LabError("the disk is full")
+    save, times = run.save, []
 
-    monkeypatch.setattr(run, "write_json", full)
+    def full_at_the_end(*arguments):
+        times.append(arguments)
+        if len(times) > 1:
+            raise LabError("the disk is full")
+        save(*arguments)
+
+    monkeypatch.setattr(run, "save", full_at_the_end)
     assert run.main([str(folder)]) == 2
     assert {*capsys.readouterr().err.splitlines()} == {"timm-ortho: the disk is full", line}
 
@@ -304,7 +307,7 @@ def test_a_file_with_lost_rows_is_refused(tmp_path, monkeypatch, capsys, left):
         f"timm-ortho: {folder / 'summary.csv'} has lost rows: remove {folder} to train the run again\n")
 
 
-@pytest.mark.parametrize("file", ["last.pth.tar", "summary.csv", "result.json"])
+@pytest.mark.parametrize("file", ["last.pth.tar", "summary.csv", "run.json"])
 def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, file):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
@@ -368,7 +371,7 @@ def test_two_processes_can_write_the_same_file(tmp_path):
 
 
 def test_json_files_are_written_atomically(tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
+    path = tmp_path / "run.json"
     write_json(path, {"a": float("nan"), "b": [1.0]})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
     with pytest.raises(TypeError):

@@ -13,7 +13,7 @@ from helpers.reports import rewrite
 from scripts import evidence, publish
 from scripts.pages import __main__ as pages
 from timm_ortho.lab.reporting import published, report
-from timm_ortho.runs.provenance import PRIVATE
+from timm_ortho.run_folder import PRIVATE
 
 ARCHIVES = sorted(path.parent for path in evidence.RESULTS.glob("*/*/study.json"))
 

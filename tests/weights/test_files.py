@@ -13,7 +13,7 @@ import timm
 import torch
 import yaml
 from helpers.pickles import Evil, never_unpickled, plain_pickle
-from helpers.tiny_study import compared, one_run, planned
+from helpers.tiny_study import change_run, compared, one_run, planned
 from helpers.trained_runs import timm_run
 from safetensors.torch import save_file
 from timm.data.readers.reader_image_in_tar import extract_tarinfos
@@ -30,7 +30,7 @@ from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
-from timm_ortho.runs.folders import check_sources
+from timm_ortho.run_folder import check_sources, read_run
 from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
 
 CALLS = "cannot be read as a checkpoint (it is a pickle that calls "
@@ -175,16 +175,16 @@ def test_the_lab_does_not_unpickle_initial_weights(tmp_path, capsys):
         assert f"{path} {CALLS}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["initial_checkpoint", "resume", "pretrained_path"])
+@pytest.mark.parametrize("key", ["initial_checkpoint", "pretrained_path"])
 def test_timms_script_gets_no_pickle(tmp_path, capsys, key):
     folder = one_run(tmp_path / "out")
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('started')")
-    change(folder / "run.yaml", trainer=str(script))
+    change_plan(folder, trainer=str(script))
     with never_unpickled(tmp_path / "evil.pth") as path:
         change_stage(folder, **{key: path})
         assert run.main([str(folder), "--train-py", str(script)]) == run.REFUSED
-        assert f"option '{key}' of {folder / 'run.yaml'}: {path} {CALLS}" in capsys.readouterr().err
+        assert f"option '{key}' of {folder}: {path} {CALLS}" in capsys.readouterr().err
 
 
 def test_initial_weights_of_the_lab(tmp_path):
@@ -283,11 +283,11 @@ def change(file, model_kwargs=None, **changes):
 
 
 def change_stage(folder, model_kwargs=None, **options):
-    values = yaml.safe_load((folder / "run.yaml").read_text())
-    for stage in values["stages"]:
-        stage["options"] |= options
-        stage["options"]["model_kwargs"] |= model_kwargs or {}
-    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    change(folder / "args.yaml", model_kwargs, **options)
+
+
+def change_plan(folder, **changes):
+    change_run(folder, plan={**read_run(folder).plan, **changes})
 
 
 # Options, and the message that refuses them in a file and, if the third value is true, on the command line too.
@@ -442,7 +442,7 @@ def test_a_script_is_run_only_if_the_user_names_it(tmp_path, capfd):
     folder = one_run(tmp_path / "out")
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('started')")
-    change(folder / "run.yaml", trainer=str(script))
+    change_plan(folder, trainer=str(script))
     assert run.main([str(folder)]) == run.REFUSED
     printed = capfd.readouterr().err
     assert f"trains with the script {script}: if you trust it, name it too (--train-py {script})" in printed

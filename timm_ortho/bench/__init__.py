@@ -51,7 +51,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
         BenchError: An option is invalid; raised before the first measurement.
 
     >>> import tempfile
-    >>> from timm_ortho.runs.provenance import environment
+    >>> from timm_ortho.run_folder import environment
     >>> options = dict(device="cpu", what=["operator"], shapes=["1x2x4"], scopes=["feature"], repeats=1, compile=False,
     ...                copy_bytes=1024)
     >>> bench(options, environment(), Path(tempfile.mkdtemp()), "example")  # doctest: +ELLIPSIS

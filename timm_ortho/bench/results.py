@@ -29,7 +29,7 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 
 from .._text import aligned
-from ..runs.provenance import made_on
+from ..run_folder import made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 METRICS = (

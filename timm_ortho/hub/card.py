@@ -18,7 +18,7 @@ from .._text import finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
 from ..models.names import IMPORT_TAG
-from ..runs.trained_run import Run
+from ..run_folder import Run
 from ..skips import SKIPS
 
 CURVE = "training.png"

@@ -39,8 +39,7 @@ from ..hub_client.errors import check_repo_id, without_tokens
 from ..models import variants
 from ..models.coverage import bases
 from ..models.names import IMPORT_TAG, base_name, is_variant
-from ..runs.folders import check_sources, class_names, is_local, own_modules
-from ..runs.trained_run import CheckpointRun, Run, image_config, run_model
+from ..run_folder import CheckpointRun, Run, check_sources, class_names, image_config, is_local, own_modules, run_model
 from ..saving import keep_arguments
 from ..skips import SKIPS
 from ..skips.rewrites import ChangeOfBasis

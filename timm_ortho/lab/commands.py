@@ -19,8 +19,8 @@ from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.report import Part
 from .running import launcher
-from .running.launcher import Slurm
 from .running.loop import build_model
+from .running.slurm import Slurm
 from .running.timm_script import command as train_command
 
 _SMALL = 1_000_000  # a model with fewer parameters trains with one thread, see _threads_for
@@ -105,7 +105,7 @@ def run(
 
     Args:
         request: The study and its options.
-        slurm: The Slurm cluster that trains the runs. By default, they are trained on this machine.
+        slurm: Submit the runs to this Slurm cluster, and return. By default, they are trained on this machine.
         parallel: Number of simultaneous runs on this machine.
         threads: Number of CPU threads of each run on this machine. The default is one, so that results depend neither
             on `parallel` nor on the machine's load. `timm-ortho compare` uses PyTorch's default for large models.
@@ -130,12 +130,13 @@ def run(
             with work_on(folder):  # raises an error before another process's report is overwritten
                 pass
     print("\n".join(_opening(planned)), file=sys.stderr)
+    if slurm is not None:
+        print(f"{slurm.submit(planned.folder, planned.runs)}: timm-ortho study status {planned.folder} shows their "
+              f"state, timm-ortho study report {planned.folder} reports them")
+        return 0
     try:
         with launcher.sigterm_as_ctrl_c():
-            if slurm is not None:
-                failed = slurm.train(planned.folder, planned.runs)
-            else:
-                failed = launcher.local(planned.folder, planned.runs, parallel, threads or 1)
+            failed = launcher.local(planned.folder, planned.runs, parallel, threads or 1)
     except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
         print("interrupted: the same command continues from here", file=sys.stderr)
@@ -171,7 +172,7 @@ def _threads_for(run_plan: RunPlan) -> int:
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:
     """Write the report of all finished runs, and return its main table as text.
 
-    A report in the output folder of a study also updates the `card.json` of the runs in this folder.
+    A report in the output folder of a study also writes the comparison into the `run.json` of the runs in this folder.
 
     Args:
         folders: Output folders of studies, folders of published studies, and folders of runs. Alternatively, one

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
 from .._text import error_text
-from ..runs.folders import TORCH_FOLDERS, class_names
+from ..run_folder import TORCH_FOLDERS, class_names
 from . import LabError, device_images, one_line
 from .image_folder import (
     LAYOUT,

@@ -1,45 +1,30 @@
-"""Read and write the folder of a run, which planning, running and reporting share.
+"""Plan a run, and write and lock its folder, which planning, running and reporting share.
 
 A run trains one model with one connection, setting and seed. The trainer is the lab's own loop or timm's `train.py`.
-The run's folder has these files:
-
-| file | written by | contents |
-| --- | --- | --- |
-| `run.yaml` | planning | a `RunPlan`: the trainer, and the stages of the training with all their options |
-| `args.yaml` | planning, timm's `train.py` | the options, as input of `train.py -c` |
-| `probe.jsonl` | the lab's loop | squared norms and cosine of stream and branch output at each residual addition |
-| `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
-| `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
-| `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
-| `result.json` | `running.run` | the run's metrics, written when the run is finished |
-| `card.json` | planning, `running.run`, `reporting.card_file` | values of the model card, see `runs.card_values` |
-| `log.txt` | the launcher | the output of the run's process |
+:mod:`timm_ortho.run_folder` lists the files of the folder, and reads them. `run.json` is written by planning (the
+plan), by `running.run` (its process, and the result), by the launcher (the failure of a killed process, or the job of
+Slurm) and by `reporting.card_file` (the comparison). A process writes the files of a folder only while it has the lock.
 
 The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.
-
-A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv`,
-`last.pth.tar` and `card.json` are in `switched/`.
 """
 import json
 from argparse import Namespace
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import finite, without_nan
+from .._text import without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
-from ..runs.card_values import CARD, CardValues
-from ..runs.folders import json_lines, read_history
-from ..runs.provenance import PRIVATE
+from ..run_folder import LOG, OPTIONS, RUN, RunFile, json_lines, read_history, read_options, read_run
 from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
-LOG = "log.txt"
-PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
-SWITCHED = "switched"  # folder of the second stage
+OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
+_OF_STAGE = ("folder", "begins_with", "stop_epoch")
+_OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
 @dataclass(frozen=True)
@@ -143,64 +128,46 @@ class RunPlan:
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
-        """Create the folder, with `run.yaml`, and with the `args.yaml` and `card.json` of each stage."""
+        """Create the folder, with the plan in `run.json`, and with the `args.yaml` of each stage."""
         refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / PLAN, dump_yaml(asdict(self), sort_keys=False))
+        stages = [{key: getattr(stage, key) for key in _OF_STAGE} for stage in self.stages]
+        plan = {**{key: getattr(self, key) for key in _OF_PLAN}, "stages": stages}
+        save(folder, replace(read_run(folder) or RunFile(plan), plan=plan))
         self.write_options(folder)
-        if not (folder / CARD).is_file():
-            self.write_card(folder)
 
     def write_options(self, folder: Path) -> None:
         """Write the `args.yaml` of each stage."""
         for stage in self.stages:
             (folder / stage.folder).mkdir(exist_ok=True)
-            write_text(folder / stage.folder / "args.yaml", dump_yaml(stage.options))
-
-    def write_card(self, folder: Path, result: Optional[Mapping[str, Any]] = None, **of_study: Any) -> None:
-        """Write the `card.json` of each stage, which refers to the last stage.
-
-        Args:
-            folder: The folder of the run.
-            result, of_study: See `card_values`. None for an unfinished run.
-        """
-        refuse_links(folder)
-        card = CardValues(finished=False) if result is None else card_values(result, **of_study)
-        for stage in self.stages:
-            last = "." if stage is self.stages[-1] else self.stages[-1].folder
-            write_json(folder / stage.folder / CARD, asdict(replace(card, stage=last)))
+            write_text(folder / stage.folder / OPTIONS, dump_yaml(stage.options))
 
     @classmethod
     def read(cls, folder: Path) -> "RunPlan":
-        """Read the plan in the `run.yaml` of a folder."""
-        values = read_yaml(folder / PLAN)
-        try:
-            plan = cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
-        except (TypeError, KeyError) as error:
-            raise LabError(f"{folder / PLAN} is from another version of timm-ortho ({one_line(error)}): "
-                           f"remove {folder}, or choose another --output") from None
-        outside = [stage.folder for stage in plan.stages if stage.folder not in (".", SWITCHED)]
-        if outside:
-            raise LabError(f"{folder / PLAN} has a stage in another folder, '{outside[0]}': remove {folder}")
-        return plan
+        """Read a plan from `run.json` and the `args.yaml` of each stage."""
+        values = dict(record(folder).plan)
+        stages = []
+        for stage in values.pop("stages"):
+            options = read_options(folder / stage["folder"])
+            if values["trainer"] != "lab":  # train.py has added its command line
+                added = {*OF_COMMAND, *(["initial_checkpoint"] if stage["begins_with"] == "weights" else [])}
+                options = {key: value for key, value in options.items() if key not in added}
+            stages.append(Stage(options=options, **stage))
+        return cls(stages=stages, **values)
 
 
-def card_values(result: Mapping[str, Any], **of_study: Any) -> CardValues:
-    """Return the values of a run's model card.
+def record(folder: Path) -> RunFile:
+    """Return the contents of a `run.json`. If there is no such file, raise a LabError."""
+    found = read_run(folder)
+    if found is None:
+        raise LabError(f"{folder} has no {RUN}, so this version of timm-ortho did not plan it: use another folder, or "
+                       "remove it")
+    return found
 
-    Args:
-        result: The contents of the run's `result.json`.
-        of_study: The values that need all runs of the study: `top1`, `split` and `comparison`.
-    """
-    top1 = {result["seed"]: result["top1"]} if finite(result.get("top1")) else {}
-    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
-    commit, sessions = made.pop("commit", None), made.pop("continued", None)
-    if sessions:  # only the count: each session has its own host, process and command
-        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
-    made.update(commit=commit, device=result.get("device"))
-    return CardValues(**{
-        "trainer": result.get("trainer", "train.py"), "labels": result.get("labels") or (), "top1": top1,
-        "made_with": {key: value for key, value in made.items() if value}, **of_study})
+
+def save(folder: Path, record: RunFile) -> None:
+    """Write `run.json`, which replaces an existing file in one step. The caller has the lock of the folder."""
+    write_json(folder / RUN, record.json)
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -220,11 +187,6 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a JSON Lines file as dicts, [] if the file does not exist."""
     return read_as(path, json_lines) if path.is_file() else []
-
-
-def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file, None if it does not exist."""
-    return read_as(path, json.loads) if path.is_file() else None
 
 
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
@@ -253,7 +215,8 @@ def epochs_done(rows: Sequence[Mapping[str, Any]]) -> int:
 def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a run's metrics from the rows of its epochs: final accuracy and loss, and the best accuracy."""
     last = rows[-1]
-    best = max((row for row in rows if row["eval_top1"] is not None), key=lambda row: row["eval_top1"])
+    measured = [row for row in rows if row["eval_top1"] is not None]  # None: NaN
+    best = max(measured, key=lambda row: row["eval_top1"], default={"eval_top1": None, "epoch": None})
     return {
         "epochs": epochs_done(rows), "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
         "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
@@ -261,16 +224,22 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def work_on(folder: Path) -> Iterator[None]:
-    """Lock the folder of a run while this process trains it. If another process trains the run, raise a LabError."""
+def work_on(folder: Path, wait: float = 5) -> Iterator[None]:
+    """Lock the folder of a run while this process trains it or writes its files.
+
+    Args:
+        folder: The folder of the run.
+        wait: Seconds to wait, because a process that calls `state` holds the lock for a moment.
+
+    Raises:
+        LabError: Another process trains the run.
+    """
     refuse_links(folder)
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=5)  # a process that calls `state` holds the lock for a moment
+        lock.acquire(timeout=wait)
     except Timeout:
-        last = last_session(folder)
-        raise LabError(f"another process trains {folder} (process {last.get('pid', '?')} on host "
-                       f"{last.get('host', '?')}): wait for it, or stop it") from None
+        raise LabError(trained_by(folder)) from None
     except NotImplementedError:  # a file system without locks
         pass
     try:
@@ -279,10 +248,17 @@ def work_on(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def trained_by(folder: Path) -> str:
+    """Return the message that another process trains a run."""
+    last = record(folder).last_session
+    return (f"another process trains {folder} (process {last.get('pid', '?')} on host {last.get('host', '?')}): wait "
+            "for it, or stop it")
+
+
 def is_at_work(folder: Path) -> bool:
     """Return whether a process is training the run, according to the lock in its folder.
 
-    If the lock cannot be tried, return whether the last session in `sessions.json` has no end.
+    If the lock cannot be tried, return whether the last session in `run.json` has no end.
     """
     lock = folder / ".lock"
     if lock.is_symlink() or not lock.exists():  # older releases of filelock truncate the file that a link names
@@ -293,8 +269,8 @@ def is_at_work(folder: Path) -> bool:
     except Timeout:
         return True
     except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
-        session = last_session(folder)
-        return bool(session) and "end" not in session
+        found = read_run(folder)
+        return found is not None and bool(found.sessions) and "end" not in found.last_session
 
 
 def state(folder: Path) -> tuple[str, str]:
@@ -304,12 +280,12 @@ def state(folder: Path) -> tuple[str, str]:
     top-1 accuracy of a running or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
     """
     at_work = is_at_work(folder)  # before reading the result, or a run that ends in between would look stopped
-    result = read_json(folder / RESULT)
-    if result is not None:
-        return "finished", top1_text(result.get("top1"))
-    if not (folder / PLAN).is_file():  # for example, the user copied only other runs to this machine
+    if not folder.is_dir():  # for example, the user copied only other runs to this machine
         return "waiting", ""
-    plan, session = RunPlan.read(folder), last_session(folder)
+    found = record(folder)
+    if found.result is not None:
+        return "finished", top1_text(found.result.get("top1"))
+    plan, session = RunPlan.read(folder), found.last_session
     rows = history(folder, plan)
     done = f"epoch {epochs_done(rows)} of {plan.epochs}"
     done += f", {top1_text(rows[-1].get('eval_top1'))}" if rows else ""
@@ -318,15 +294,6 @@ def state(folder: Path) -> tuple[str, str]:
     if session.get("error"):
         return "failed", session["error"]
     return ("stopped", done) if session else ("waiting", "")
-
-
-def last_session(folder: Path, first: int = 0) -> dict:
-    """Return the entry in `sessions.json` of the last process that trained the run, {} if there was none.
-
-    Entries before the index `first` are ignored. The entry has an `error` only if the run failed, not if the user
-    interrupted it.
-    """
-    return [{}, *(read_json(folder / SESSIONS) or [])[first:]][-1]
 
 
 def with_last_words(folder: Path, reason: str) -> str:

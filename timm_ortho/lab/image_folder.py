@@ -16,7 +16,7 @@ from timm.data.readers.class_map import load_class_map
 from timm.data.readers.img_extensions import get_img_extensions
 
 from .._compat import search_split
-from ..runs.folders import class_names
+from ..run_folder import class_names
 from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder

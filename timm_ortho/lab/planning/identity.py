@@ -11,8 +11,8 @@ from ..._yaml import dump_yaml, load_yaml
 from ...connections import CONNECTIONS
 from ...models.names import base_name
 from .. import LabError
-from ..folder import RunPlan, Stage
-from ..train_options import options_with
+from ..folder import OF_COMMAND, RunPlan, Stage
+from ..train_options import known_options, options_with
 from .design import Design, Variant, has_effect
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine. `workers` is
@@ -23,8 +23,9 @@ _MACHINE = options_with("about", "machine")
 def run_identity(run: RunPlan) -> dict:
     """Return the settings that decide a run's result. Runs with equal settings have equal results."""
     def of_stage(stage: Stage) -> dict:
-        unused = {"grad_accum_steps"} if stage.options["amp"] else {"grad_accum_steps", "amp_dtype"}
-        options = {key: value for key, value in stage.options.items() if key not in _MACHINE | unused}
+        unused = OF_COMMAND | ({"grad_accum_steps"} if stage.options["amp"] else {"grad_accum_steps", "amp_dtype"})
+        options = {key: value for key, value in stage.options.items()
+                   if key in known_options() and key not in _MACHINE | unused}  # a script may add its own options
         return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch(stage)}}
 
     values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},

@@ -11,6 +11,7 @@ with the same seed are paired: they see the same batches, and start from the sam
 connection. Runs are ordered by seed, so that the first seeds of an interrupted study have complete pairs.
 """
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
@@ -19,10 +20,10 @@ from ... import __version__
 from ..._text import file_name
 from ..._yaml import dump_yaml
 from ...models.names import base_name
-from ...runs.folders import check_sources, import_modules
+from ...run_folder import SWITCHED, check_sources, import_modules, read_run
 from .. import LabError, refuse_links, write_text
 from ..data import Source
-from ..folder import PLAN, RESULT, SWITCHED, RunPlan, Stage, read_yaml
+from ..folder import RunPlan, Stage, is_at_work, read_yaml
 from ..paper import numbers
 from .design import COMPARISON, Variant, of_connection
 from .deviations import deviations
@@ -63,7 +64,7 @@ class StudyPlan:
         study = {**self.study, "seeds": sorted({point["seed"] for point in points}),
                  "connections": list(dict.fromkeys(point["connection"] for point in points))}
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
-            if (folder / PLAN).is_file():
+            if folder.is_dir() and {*os.listdir(folder)} - {".lock"}:
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
         refuse_links(*(self.folder / point["run"] for point in points))
@@ -72,8 +73,10 @@ class StudyPlan:
                   "study": study, "places": points}
         write_text(self.folder / STUDY, dump_yaml(values, sort_keys=False))
         for name, run in self.runs.items():
-            if not (self.folder / name / RESULT).is_file():  # the files of a finished run describe its training
-                run.write(self.folder / name)
+            folder = self.folder / name
+            found = read_run(folder)
+            if found is None or (found.result is None and not is_at_work(folder)):  # otherwise the files are in use
+                run.write(folder)
 
     def _stored(self) -> dict:
         """Return the contents of an existing `study.yaml`, {} for a new folder. See `write` for the errors."""

@@ -17,7 +17,7 @@ from ..._text import did_you_mean
 from ..._yaml import load_yaml
 from ...models.coverage import why_left_out
 from ...models.names import base_name, bases_with_variants
-from ...runs.folders import check_modules
+from ...run_folder import check_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..paper import recipes
 from ..train_options import RANGES, defaults, known_options, timm_options

@@ -6,9 +6,9 @@ from typing import Any, Mapping, Optional, Sequence
 
 from ..._text import aligned
 from ...models.names import SUFFIXES, base_name, suffix_of
-from ...runs.folders import read_history
+from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options
 from .. import LabError
-from ..folder import RESULT, RunPlan, history, metrics_of, read_json, read_lines, read_yaml, state
+from ..folder import RunPlan, history, metrics_of, read_lines, record, state
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from ..train_options import options_with
@@ -79,17 +79,18 @@ def _of_study(folder: Path, values: Mapping[str, Any]) -> tuple[dict, list[dict]
 
 def _run(folder: Path) -> Optional[dict]:
     """Return the metrics and records of a finished run, or None for an unfinished run."""
-    result = read_json(folder / RESULT)
-    if result is None:
+    found = record(folder) if folder.is_dir() else None
+    if found is None or found.result is None:
         return None
     plan = RunPlan.read(folder)
     return {
         "representation": None,
-        **result,
+        **found.result,
+        "made_with": found.made_with,
         **_weights(plan.stages[-1].options),
         "history": history(folder, plan),
-        "probe": read_lines(folder / "probe.jsonl"),
-        "dynamics": read_lines(folder / "records.jsonl"),
+        "probe": read_lines(folder / PROBE),
+        "dynamics": read_lines(folder / RECORDS),
     }
 
 
@@ -101,14 +102,14 @@ def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
 def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
     """Return a run that the user trained with `train.py`, and the index of the study that it matches."""
     rows = read_history(folder, finished=True)
-    if not (folder / "args.yaml").is_file() or not rows:
+    if not (folder / OPTIONS).is_file() or not rows:
         raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
     if not all("eval_top1" in row for row in rows):
         raise LabError(f"{folder} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
-    options = read_yaml(folder / "args.yaml", "leave {folder} out of the report")
-    lacking = [key for key in ("model", "seed") if not isinstance(options, dict) or options.get(key) in (None, "")]
+    options = read_options(folder)
+    lacking = [key for key in ("model", "seed") if options.get(key) in (None, "")]
     if lacking:
-        raise LabError(f"{folder / 'args.yaml'} names no {lacking[0]}, so train.py did not write it")
+        raise LabError(f"{folder / OPTIONS} names no {lacking[0]}, so train.py did not write it")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     nearest: Optional[list[str]] = None
@@ -125,7 +126,7 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
                     "model": options["model"], "cell": point["cell"], "connection": connection, "seed": options["seed"],
                     "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows),
                     **_weights(options), "history": rows,
-                    "dynamics": read_lines(folder / "records.jsonl"),
+                    "dynamics": read_lines(folder / RECORDS),
                     "made_with": {"command": f"by hand, in {folder}"}}
             nearest = min(nearest or differing, differing, key=len)
     advice = f"; the most similar run differs in {', '.join(nearest)}" if nearest else ""

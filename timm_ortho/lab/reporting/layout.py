@@ -42,7 +42,7 @@ class Measure(NamedTuple):
 
 
 def _number(key: str) -> Callable[[Run], Optional[float]]:
-    """Return a function that reads a number of `result.json`, where null means NaN or infinity."""
+    """Return a function that reads a number of a result, where null means NaN or infinity."""
     def read(run: Run) -> Optional[float]:
         if key not in run:
             return None

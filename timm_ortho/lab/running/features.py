@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ...diagnostics import representation
+from ...run_folder import FEATURES
 from .. import LabError, whole_file
-
-_FILE = "features.npy"
 
 
 def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: Path) -> dict[str, float]:
@@ -25,7 +24,7 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
     """
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    with whole_file(folder / _FILE) as file:
+    with whole_file(folder / FEATURES) as file:
         np.save(file, (features / largest).half().numpy())
     return representation.summary(features)
 
@@ -56,6 +55,7 @@ def _setting(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
 
 def _stored(folder: Path) -> torch.Tensor:
     try:
-        return torch.from_numpy(np.load(folder / _FILE, allow_pickle=False)).float()
+        return torch.from_numpy(np.load(folder / FEATURES, allow_pickle=False)).float()
     except (OSError, ValueError) as error:
-        raise LabError(f"{folder / _FILE} cannot be read ({error}): remove {folder} to train the run again") from None
+        raise LabError(f"{folder / FEATURES} cannot be read ({error}): remove {folder} to train the run again"
+                       ) from None

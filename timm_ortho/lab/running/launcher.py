@@ -1,4 +1,4 @@
-"""Start a process for each unfinished run, on this machine (`local`) or as jobs of a Slurm cluster (`Slurm`).
+"""Start a process on this machine for each unfinished run.
 
 Each run has its own process, so a crash does not affect other runs. The process writes progress, result and errors into
 the folder of the run, where the launcher reads them. If the user starts the same command again, finished runs are
@@ -7,13 +7,11 @@ skipped, and unfinished runs continue.
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process, set_start_method
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -21,29 +19,21 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import torch
 from tqdm import tqdm
 
-from ..._compat import submission_script
-from ..._text import error_text
-from ...runs.folders import is_local, own_modules
+from ...run_folder import LOG, SUMMARY, is_local, own_modules
 from .. import LabError
 from ..folder import (
-    LOG,
-    RESULT,
-    SESSIONS,
     RunPlan,
     epochs_done,
     history,
     last_line,
-    last_session,
-    read_json,
+    record,
     top1_text,
     with_last_words,
 )
 from . import run as run_module
-from .timm_script import die_with_parent
 
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines of progress, if the output is not a terminal
 ATTEMPTS = 3  # a run is started at most this many times, if its process dies
-_SECONDS_TO_PREEMPT = 300  # after a signal ended its training, a job stays alive this long for submitit to requeue it
 
 
 def _reports_no_width() -> bool:
@@ -97,7 +87,7 @@ class _Progress:
         """
         for name in names:
             run = self.runs[name]
-            files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
+            files = [self.root / name / stage.folder / SUMMARY for stage in run.stages]
             size = sum(file.stat().st_size for file in files if file.exists())
             if size == self.sizes.get(name):
                 continue
@@ -123,9 +113,9 @@ class _Progress:
         """Count a run as finished, and print its top-1 accuracy and time."""
         self.finished.add(name)
         self.epochs[name] = self.runs[name].epochs
-        result = read_json(self.root / name / RESULT)
+        result = record(self.root / name).result or {}
         seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-        self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
+        self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result.get('top1'))}{seconds}")
 
 
 class Terminated(KeyboardInterrupt):
@@ -147,7 +137,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
     """Return the names of the runs without a result, in order. `root` is the folder of the study."""
-    return [name for name in runs if not (root / name / RESULT).is_file()]
+    return [name for name in runs if record(root / name).result is None]
 
 
 def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: int = 1) -> dict[str, str]:
@@ -185,12 +175,13 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 name, slot = at_work.pop(process)
                 slots.append(slot)
                 attempts[name] += 1
-                session, ended = last_session(root / name), _exit(process.exitcode)
+                found, ended = record(root / name), _exit(process.exitcode)
+                session = found.last_session
                 # another launcher may train the run: ignore the error of a session that belongs to another process
                 error = session.get("error") if session.get("pid") == process.pid else None
                 if process.exitcode == run_module.REFUSED:
                     error = error or last_line(root / name, of_lab=True)
-                if (root / name / RESULT).is_file():
+                if found.result is not None:
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
                     progress.write(f"timm-ortho: {name} {ended}; it is started again")
@@ -269,140 +260,3 @@ def _end_with_launcher() -> None:
 
 def _exit(status: int) -> str:
     return f"ended with exit status {status}" if status >= 0 else f"was killed ({signal.Signals(-status).name})"
-
-
-@dataclass
-class _Task:
-    """The function that a Slurm job calls with the folder of a run.
-
-    submitit pickles this object. If the job is preempted or reaches its time limit, submitit calls `checkpoint` and
-    requeues the job.
-    """
-
-    words: Sequence[str]  # options of `lab.running.run`
-
-    def __call__(self, folder: str) -> int:
-        import submitit
-
-        job = submitit.JobEnvironment()
-        os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
-        os.environ["NODE_RANK"] = str(job.node)
-        # train in a separate process, because run.main would replace submitit's signal handlers
-        command = [sys.executable, "-m", run_module.__name__, folder, *self.words]
-        with open(Path(folder, LOG), "a", encoding="utf-8") as log:
-            status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
-        if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
-            # If a job is preempted or reaches its time limit, Slurm signals all its processes, also the training.
-            # submitit can only requeue a job that is still running, so wait.
-            time.sleep(_SECONDS_TO_PREEMPT)
-        return status
-
-    def checkpoint(self, folder: str) -> Any:
-        import submitit
-
-        return submitit.helpers.DelayedSubmission(self, folder)
-
-
-@dataclass
-class Slurm:
-    """Train runs as an array of Slurm jobs. A job is requeued and continues if it is preempted or runs out of time."""
-
-    parallel: int = 1  # number of simultaneous runs
-    threads: int = 1  # number of CPU threads of each run
-    minutes: int = 24 * 60  # time limit of a job in minutes
-    options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
-    seconds: float = 30  # between two calls of squeue; many clusters forbid more frequent calls
-
-    def executor(self, root: Path, run: RunPlan) -> Any:
-        """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
-
-        Raises:
-            LabError: submitit or Slurm is missing.
-        """
-        try:
-            import submitit
-        except ImportError:
-            raise LabError('--launcher slurm needs submitit: pip install "timm-ortho[cluster]"') from None
-        try:
-            executor = submitit.SlurmExecutor(folder=root / ".slurm", max_num_timeout=100)
-        except RuntimeError:
-            raise LabError("--launcher slurm needs Slurm, but sbatch is missing: run the command on a login node, or "
-                           "without --launcher") from None
-        executor.update_parameters(
-            job_name="timm-ortho", time=self.minutes, signal_delay_s=60, array_parallelism=self.parallel,
-            nodes=run.nodes, ntasks_per_node=1, cpus_per_task=max(1, self.threads, 8 * run.gpus),
-            additional_parameters=dict(self.options), **({"gpus_per_node": run.gpus} if run.gpus else {}))
-        return executor
-
-    def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
-        """Write the script that submitit would pass to sbatch, for the user to inspect, and return its path."""
-        executor = self.executor(root, next(iter(runs.values())))
-        executor.parameters["map_count"] = len(runs)
-        path = root / ".slurm" / "plan.sbatch"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(submission_script(executor), encoding="utf-8")
-        return path
-
-    def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
-        """Submit the runs that are neither finished nor queued, and wait until all runs are finished or have failed.
-
-        If a job ends with neither a result nor an error, its run is submitted again, up to `ATTEMPTS` times in all.
-        Results and errors are read from the folders of the runs, because many clusters have no Slurm accounting.
-
-        Returns:
-            The reasons why runs failed, by the name of the run.
-        """
-        self.executor(root, next(iter(runs.values())))  # raises if submitit or Slurm is missing
-        progress, attempts, queued = _Progress(root, runs), Counter(), self._in_queue(root)
-        sessions: dict[str, int] = {}  # number of sessions of each submitted run before its submission
-        while True:
-            todo = []
-            for name in (name for name in waiting(root, runs) if name not in queued and name not in progress.failed):
-                error = last_session(root / name, sessions.get(name, 0)).get("error")
-                if attempts[name] >= ATTEMPTS or (attempts[name] and error):
-                    progress.fail(name, error, "its process ended without a result")
-                else:
-                    todo.append(name)
-            if todo:
-                sessions.update({name: len(read_json(root / name / SESSIONS) or []) for name in todo})
-                self._submit(root, runs, todo)
-                attempts.update(todo)
-                queued.update(todo)
-            elif set(waiting(root, runs)) <= set(progress.failed):
-                break
-            time.sleep(self.seconds)
-            try:
-                queued = self._in_queue(root)
-            except LabError as error:  # for example a time-out: keep the last answer, because the jobs continue
-                progress.write(f"timm-ortho: {error}; it is called again in {self.seconds:g} s")
-            progress.update(set(runs) - progress.finished)
-            for name in runs:
-                if name not in progress.finished and (root / name / RESULT).is_file():
-                    progress.ended(name)
-        progress.bar.close()
-        return progress.failed
-
-    def _submit(self, root: Path, runs: Mapping[str, RunPlan], names: Sequence[str]) -> None:
-        import submitit
-
-        executor = self.executor(root, runs[names[0]])
-        try:
-            task = _Task(["--threads", str(self.threads), *words_of([runs[name] for name in names])])
-            jobs = executor.map_array(task, [str((root / name).absolute()) for name in names])
-        except submitit.core.utils.FailedJobError as error:
-            raise LabError(f"sbatch failed: {error_text(error)}") from None
-        for name, job in zip(names, jobs, strict=True):
-            (root / name / "job").write_text(job.job_id, encoding="ascii")
-        array = jobs[0].job_id.partition("_")[0]
-        print(f"submitted {len(jobs)} job{'s' * (len(jobs) != 1)} as Slurm array {array}; at most {self.parallel} run "
-              "at the same time", file=sys.stderr)
-
-    def _in_queue(self, root: Path) -> set[str]:
-        """Return the names of the runs whose Slurm jobs are waiting or running."""
-        listed = subprocess.run(
-            ["squeue", "--noheader", "--array", "--me", "--format=%i"], capture_output=True, text=True)
-        if listed.returncode:
-            raise LabError(f"squeue failed: {' '.join(listed.stderr.split())}")
-        jobs = set(listed.stdout.split())
-        return {path.parent.name for path in root.glob("*/job") if path.read_text(encoding="ascii") in jobs}

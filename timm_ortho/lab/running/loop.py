@@ -33,7 +33,7 @@ from ..._text import error_text
 from ...diagnostics import record, record_dynamics
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
-from ...runs.trained_run import create_model
+from ...run_folder import LAST, PROBE, RECORDS, SUMMARY, create_model
 from ...weights.files import load_checkpoint, load_weights
 from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
@@ -79,9 +79,9 @@ class Training:
     def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
         self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
         self.offset = plan.offset(stage)
-        self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
+        self.checkpoint, self.summary = (folder / stage.folder / name for name in (LAST, SUMMARY))
         # files to which each epoch appends rows, relative to the run's folder
-        self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]
+        self.growing = [Path(stage.folder, SUMMARY).as_posix(), PROBE, RECORDS]
         self.device = torch.device(options.device)
         if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -139,7 +139,7 @@ class Training:
         """Return a recorder that counts steps from epoch `first` on, or None if the plan records nothing."""
         if self.plan.record is None:
             return None
-        recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
+        recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / RECORDS))
         recorder.step = first * len(self.train_loader)
         return recorder
 
@@ -217,7 +217,7 @@ class Training:
             measured = record_dynamics(self.model, self.probe, self.sites)
         sites = [{key: value for key, value in site._asdict().items() if value != ()} for site in measured]
         row = {"epochs_done": epochs, "sites": sites}
-        append_lines(self.folder / "probe.jsonl", [row])
+        append_lines(self.folder / PROBE, [row])
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Training:
         Returns:
             The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
         """
-        before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
+        before = self.folder / self.plan.stages[0].folder / LAST
         path = self.checkpoint if self.checkpoint.is_file() else before
         if not path.is_file():
             return 0, {}

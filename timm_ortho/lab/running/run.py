@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -25,13 +26,21 @@ from ..._text import UserError, error_text
 from ...hub_client.errors import WeightsError
 from ...model_sites import sites
 from ...models.names import is_variant
-from ...runs.folders import check_modules, check_sources, import_modules
-from ...runs.provenance import device_name, made_on
-from ...runs.trained_run import create_model
+from ...run_folder import (
+    LAST,
+    LOG,
+    RunFile,
+    check_modules,
+    check_sources,
+    create_model,
+    device_name,
+    import_modules,
+    made_on,
+)
 from ...weights.files import load_checkpoint
-from .. import LabError, one_line, write_json
+from .. import LabError, one_line
 from ..data import Source, loaders, open_source
-from ..folder import LOG, PLAN, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
+from ..folder import RunPlan, Stage, epochs_done, history, is_at_work, metrics_of, record, save, work_on
 from . import timm_script
 from .features import measure_features
 from .loop import Training
@@ -69,7 +78,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def run(
         folder: Path, threads: int = 1, train_py: Optional[str] = None,
         named: Mapping[str, Any] = MappingProxyType({})) -> dict:
-    """Train a run unless it is finished, and return the contents of its `result.json`.
+    """Train a run unless it is finished, and return its result, see `run_folder`.
 
     If a run has several nodes, the result is empty on all nodes except the first, which writes the run's files.
 
@@ -84,32 +93,31 @@ def run(
             file of weights that could run code, or a download.
     """
     plan = RunPlan.read(folder)
-    _check(plan, folder / PLAN, train_py, named)
+    _check(plan, folder, train_py, named)
     if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # not the first node
         for stage in plan.stages:
             timm_script.train(plan, stage, folder)
         return {}
     with work_on(folder):
-        done = read_json(folder / RESULT)
-        if done is not None:
-            return done
+        found = record(folder)
+        if found.result is not None:
+            return dict(found.result)
         torch.set_num_threads(threads)
         plan.write_options(folder)  # train.py may have overwritten args.yaml
-        sessions = _begin_session(folder)
+        found = replace(found, sessions=[*found.sessions, _session(found)])
+        save(folder, found)
         try:
             result = _train(plan, folder)
-            sessions[-1]["end"] = _now()
-            result["made_with"] = {**sessions[0], "end": sessions[-1]["end"], "continued": sessions[1:]}
-            plan.write_card(folder, result)
-            write_json(folder / RESULT, result)
-        except BaseException as error:
-            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
-            memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            reason = "the device is out of memory: use a smaller batch size" if memory else one_line(error)
-            sessions[-1].update(error=None if interrupted else reason, end=_now())
+        except BaseException as caught:
+            interrupted = isinstance(caught, (KeyboardInterrupt, SystemExit, timm_script.Died))
+            memory = isinstance(caught, torch.cuda.OutOfMemoryError)
+            reason = "the device is out of memory: use a smaller batch size" if memory else one_line(caught)
+            try:
+                save(folder, _with_end(found, error=None if interrupted else reason))
+            except LabError as error:  # for example on a full disk. Only print it, because the first error is raised
+                print(f"timm-ortho: {error}", file=sys.stderr)
             raise
-        finally:
-            _write_sessions(folder, sessions)
+        save(folder, replace(_with_end(found), result=result))
     return result
 
 
@@ -131,39 +139,45 @@ def _check(plan: RunPlan, source: Path, train_py: Optional[str], named: Mapping[
                     raise LabError(f"option '{key}' of {source}: {error_text(error)}") from None
 
 
-def _begin_session(folder: Path) -> list[dict]:
-    """Add an entry for this process to `sessions.json`, and return all entries.
+def _session(found: RunFile) -> dict[str, Any]:
+    """Return the entry in `sessions` for this process.
 
     Print a warning if a version of torch, timm or timm-ortho differs from that of the previous process.
     """
-    sessions = read_json(folder / SESSIONS) or []
+    before = found.last_session
     here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
-            "job": os.environ.get("SLURM_JOB_ID")}
+            "job": _slurm_job()}
     for key in ("torch", "timm", "timm-ortho"):
-        if sessions and sessions[-1][key] != here[key]:
-            print(f"timm-ortho: {folder.name} was last trained with {key} {sessions[-1][key]} and continues with "
-                  f"{here[key]}", file=sys.stderr)
-    sessions.append(here)
-    _write_sessions(folder, sessions)
-    return sessions
+        if before.get(key, here[key]) != here[key]:
+            print(f"timm-ortho: the run was last trained with {key} {before[key]} and continues with {here[key]}",
+                  file=sys.stderr)
+    return here
+
+
+def _slurm_job() -> Optional[str]:
+    """Return the id of this process's Slurm job as squeue lists it, None outside of Slurm."""
+    array = [os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK")]
+    return "_".join(array) if all(array) else os.environ.get("SLURM_JOB_ID")
+
+
+def _with_end(found: RunFile, **changes: Any) -> RunFile:
+    *earlier, last = found.sessions
+    return replace(found, sessions=[*earlier, {**last, "end": _now(), **changes}])
 
 
 def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
-    """Store why a run failed in the last entry of `sessions.json`.
+    """Store why a run failed in the last entry of its sessions.
 
-    The entry is not changed if it already has an error, or if `pid` is set and the entry belongs to another process.
+    The entry is not changed if it already has an error, if `pid` is set and the entry belongs to another process, or if
+    another process trains the run.
     """
-    sessions = read_json(folder / SESSIONS) or []
-    if sessions and not sessions[-1].get("error") and pid in (None, sessions[-1].get("pid")):
-        sessions[-1]["error"] = reason
-        _write_sessions(folder, sessions)
-
-
-def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
-    try:
-        write_json(folder / SESSIONS, list(sessions))
-    except LabError as error:  # for example on a full disk. Only print it: `run` may be raising the original error
-        print(f"timm-ortho: {error}", file=sys.stderr)
+    if is_at_work(folder):
+        return
+    with work_on(folder):
+        found = record(folder)
+        if found.sessions and not found.last_session.get("error") and pid in (None, found.last_session.get("pid")):
+            *earlier, last = found.sessions
+            save(folder, replace(found, sessions=[*earlier, {**last, "error": reason}]))
 
 
 def _now() -> str:
@@ -191,7 +205,7 @@ def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
     """Return the options of a stage. If it begins with weights of the first stage, add their path to the options."""
     options = Namespace(**stage.options)
     if stage.begins_with == "weights":
-        options.initial_checkpoint = str((folder / plan.stages[0].folder / "last.pth.tar").absolute())
+        options.initial_checkpoint = str((folder / plan.stages[0].folder / LAST).absolute())
     return options
 
 
@@ -199,9 +213,9 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     """Return the run's metrics, and its model with the weights of the last checkpoint."""
     rows = history(folder, plan)
     done = epochs_done(rows)
-    if done < plan.epochs or all(row["eval_top1"] is None for row in rows):
+    if done < plan.epochs:
         raise LabError(f"{folder} has {done} of {plan.epochs} epochs after its training ended: see {LOG}")
-    checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
+    checkpoint = load_checkpoint(folder / plan.stages[-1].folder / LAST)
     options = checkpoint["args"]
     model = create_model({**vars(options), "pretrained": False}, **options.model_kwargs)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))

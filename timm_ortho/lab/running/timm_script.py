@@ -12,6 +12,7 @@ from typing import Sequence
 
 import torch
 
+from ...run_folder import LAST, OPTIONS, RECORDS
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import check_shards, open_source
@@ -33,7 +34,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
         LabError: `train.py` ended early (the reason is in its output in the run's `log.txt`), a checkpoint is damaged
             or has too many epochs, or the data set does not have the planned `val_split`.
     """
-    last = folder / stage.folder / "last.pth.tar"
+    last = folder / stage.folder / LAST
     before = _epochs(last)
     if before > stage.last_epoch:  # train.py was stopped too late, and so the next stage would start too late
         raise LabError(f"{last} has {before} epochs, but its stage ends after {stage.last_epoch}: remove {folder} "
@@ -46,7 +47,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
         "TIMM_DATASET_MAX_RETRIES": "1"}  # without this, timm replaces an unreadable image by a different one
     if plan.record is not None:
         environment.update(
-            TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
+            TIMM_ORTHO_RECORD=str((folder / RECORDS).absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
     process = subprocess.Popen(command(plan, stage, folder), env=environment, preexec_fn=die_with_parent)
     try:
         if stage.stop_epoch is None:
@@ -74,9 +75,9 @@ def _check_data(options: Namespace) -> None:
 
 def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
     """Return the command line that trains a stage, or continues from its last checkpoint if it has one."""
-    last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
+    last, before = (folder / where / LAST for where in (stage.folder, plan.stages[0].folder))
     words = [
-        sys.executable, *torchrun(plan), plan.script, "-c", str(folder / stage.folder / "args.yaml"),
+        sys.executable, *torchrun(plan), plan.script, "-c", str(folder / stage.folder / OPTIONS),
         "--output", str(folder.absolute().parent),
         "--experiment", os.path.normpath(Path(folder.absolute().name, stage.folder))]
     if stage.begins_with == "weights":

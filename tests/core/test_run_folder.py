@@ -1,5 +1,4 @@
 """Test reading training runs from their folders."""
-import json
 import math
 import shutil
 from argparse import Namespace
@@ -10,14 +9,23 @@ import pytest
 import timm
 import torch
 from helpers.pickles import never_unpickled
-from helpers.tiny_study import compared, planned, read, request, switching, trained, written
+from helpers.tiny_study import (
+    change_run,
+    compared,
+    planned,
+    request,
+    result_of,
+    switching,
+    trained,
+    unfinish,
+    written,
+)
 from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho import cli, sites
 from timm_ortho._text import UserError
 from timm_ortho.lab import commands as study
-from timm_ortho.runs.folders import class_names, read_history
-from timm_ortho.runs.trained_run import CheckpointRun, RunError, image_config, run_model
+from timm_ortho.run_folder import CheckpointRun, RunError, class_names, image_config, read_history, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -109,7 +117,7 @@ def test_wrong_paths(grid, copied, tmp_path):
     assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
     assert "has no EMA weights: use its plain weights" in message(grid / "feature-seed0", True)
-    change_card(copied / "feature-seed1", finished=False)
+    unfinish(copied / "feature-seed1")
     assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
     (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")
     assert "cannot be read as a checkpoint" in message(copied / "feature-seed0")
@@ -142,21 +150,16 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
 
 
-def change_card(folder, **changes):
-    values = json.loads((folder / "card.json").read_text())
-    (folder / "card.json").write_text(json.dumps({**values, **changes}))
-
-
 @pytest.mark.parametrize("optimizer", [None, "kept"])
 def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
-    """After the report, a card has the numbers of all seeds. A switched run has them in both of its folders."""
+    """After the report, a run has the numbers of all seeds, also for the checkpoints of both of its stages."""
     if optimizer is None:
         asked = compared(tmp_path / "out", ["feature"], seeds=2)
     else:
         asked = request(written(tmp_path, **switching(optimizer)), tmp_path / "out", seeds=2)
     output = trained(asked)
-    folders = [output / name for name in planned(asked).runs]  # planning again keeps the cards
-    top1 = {seed: read(folder / "result.json")["top1"] for seed, folder in enumerate(folders)}
+    folders = [output / name for name in planned(asked).runs]  # planning again keeps the results
+    top1 = {seed: result_of(folder)["top1"] for seed, folder in enumerate(folders)}
     stages = [".", "switched"] if optimizer else ["."]
     for seed, folder in enumerate(folders):
         assert [CheckpointRun(folder / stage).card.top1 for stage in stages] == [{seed: top1[seed]}] * len(stages)
@@ -169,49 +172,61 @@ def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
         assert CheckpointRun(folder).path == folder / stages[-1] / "last.pth.tar"
 
 
-def test_a_report_elsewhere_writes_no_card(copied, tmp_path):
+def test_a_report_elsewhere_writes_no_comparison(copied, tmp_path):
     """The folders of a study may belong to another person."""
-    before = (copied / "feature-seed0" / "card.json").read_bytes()
-    (copied / "feature-seed1" / "result.json").unlink()
+    before = (copied / "feature-seed0" / "run.json").read_bytes()
+    unfinish(copied / "feature-seed1")
     study.report_on([copied], tmp_path / "report")
-    assert (copied / "feature-seed0" / "card.json").read_bytes() == before
+    assert (copied / "feature-seed0" / "run.json").read_bytes() == before
     study.report_on([copied])
-    assert (copied / "feature-seed0" / "card.json").read_bytes() != before
+    assert (copied / "feature-seed0" / "run.json").read_bytes() != before
 
 
 ROW = dict(connection="a", baseline="b", seeds=[0], top1_mean=1.0, top1_std=None, difference=None)
+STAGE = dict(folder=".", begins_with="", stop_epoch=None)
+PLAN = dict(trainer="lab", record=None, representation=False, hold_out=0, gpus=0, nodes=1, stages=[STAGE])
+
+
+def of(*rows, top1=1.0):
+    return dict(comparison=dict(split=None, top1=[dict(seed=0, top1=top1)], rows=list(rows)))
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    (dict(stage="../feature-seed1"), "the stage '../feature-seed1' is not a folder in it"),
-    (dict(stage="/etc"), "the stage '/etc' is not a folder in it"),
-    (dict(stage=".."), "the stage '..' is not a folder in it"),
-    (dict(top1={"0": math.nan}), "nan is not finite"),
-    (dict(top1={"0": math.inf}), "inf is not finite"),
-    (dict(top1={"0": "high"}), "TypeError"),
-    (dict(top1=[1]), "AttributeError"),
-    (dict(labels=3), "TypeError"),
-    (dict(comparison=[{**ROW, "top1_mean": -math.inf}]), "-inf is not finite"),
-    (dict(made_with=dict(command="timm-ortho 'compare")), "No closing quotation"),
-    (dict(made_with=dict(command="")), "the command is empty"),
-    (dict(comparison=[{**ROW, "difference": dict(mean=1.0, half_width=math.nan, pairs=2)}]), "nan is not finite"),
-    (dict(comparison=[{"connection": "a"}]), "KeyError: 'baseline'"),
-    (dict(split=2**20 * "a"), "it has more than 1,048,576 bytes"),
+    (dict(plan={**PLAN, "stages": [{**STAGE, "folder": "../feature-seed1"}]}), "it.plan.stages.folder is '../feature-"),
+    (dict(plan={**PLAN, "stages": [{**STAGE, "folder": "/etc"}]}), "it.plan.stages.folder is '/etc'"),
+    (dict(plan={**PLAN, "stages": []}), "the plan has no stage"),
+    (dict(plan={**PLAN, "hold_out": -1}), "it.plan.hold_out is -1"),
+    (dict(plan={**PLAN, "gpus": True}), "it.plan.gpus is True"),
+    (dict(plan=None), "it.plan is None"),
+    (of(top1=math.nan), "it.comparison.top1.top1 is nan"),
+    (of(top1=math.inf), "it.comparison.top1.top1 is inf"),
+    (of(top1="high"), "it.comparison.top1.top1 is 'high'"),
+    (dict(comparison=[1]), "it.comparison is [1]"),
+    (dict(result=dict(labels=3)), "it.result.labels is 3"),
+    (dict(result=dict(trainer="theirs")), "it.result.trainer is 'theirs'"),
+    (of({**ROW, "top1_mean": -math.inf}), "it.comparison.rows.top1_mean is -inf"),
+    (dict(sessions=[dict(command="timm-ortho 'compare")]), "No closing quotation"),
+    (dict(sessions=[dict(command="")]), "the command is empty"),
+    (of({**ROW, "difference": dict(mean=1.0, half_width=math.nan, pairs=2)}), "rows.difference.half_width is nan"),
+    (of({"connection": "a"}), "it.comparison.rows has an unknown key, or lacks one: 'baseline'"),
+    (dict(more=1), "it has an unknown key, or lacks one: 'more'"),
+    (dict(job=2**22 * "a"), "it has more than 4,194,304 bytes"),
 ])
 def test_values_of_another_person_are_checked(copied, capsys, changes, reason):
-    change_card(copied / "feature-seed0", **changes)
+    folder = copied / "feature-seed0"
+    change_run(folder, **changes)
     for command in (["show"], ["push", "--dry-run", "--output", str(copied / "out"), "me/x"]):
-        assert cli.main([command[0], str(copied / "feature-seed0"), *command[1:]]) == 2
+        assert cli.main([command[0], str(folder), *command[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"timm-ortho: error: {copied / 'feature-seed0' / 'card.json'} cannot be read (")
+        assert line.startswith(f"timm-ortho: error: {folder / 'run.json'} cannot be read (")
         assert reason in line
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", 100_000 * "[", '{"top1": 1e999}', b"\xff"])
-def test_a_damaged_card(copied, content):
-    path = copied / "feature-seed0" / "card.json"
+@pytest.mark.parametrize("content", ["", "[]", "{}", 100_000 * "[", '{"plan": 1e999}', b"\xff"])
+def test_a_damaged_run_file(copied, content):
+    path = copied / "feature-seed0" / "run.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(RunError, match=r"card.json cannot be read \(\w+: .*remove it if timm-ortho did not write it"):
+    with pytest.raises(RunError, match=r"run.json cannot be read \(.*copy it again, or remove .* to train the run"):
         CheckpointRun(copied / "feature-seed0")
 
 

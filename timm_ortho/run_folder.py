@@ -1,0 +1,687 @@
+"""Read the folder of a training run of timm's `train.py`, `timm-ortho compare` or `study`, and record provenance.
+
+| file | contents |
+| --- | --- |
+| `run.json` | of `compare` and `study` only: plan, training processes, result, and comparison with other runs |
+| `args.yaml` | timm's options, in the form of `train.py -c` |
+| `summary.csv` | the metrics of each epoch, as timm writes them |
+| `last.pth.tar`, `model_best.pth.tar` | checkpoints, as timm writes them |
+| `log.txt` | the output of the run's process |
+| `records.jsonl` | the rows of :func:`timm_ortho.record` |
+| `probe.jsonl` | norms and cosine of stream and branch output at each residual addition, before and after each epoch |
+| `features.npy` | the features of the trained model for the validation images |
+
+The last three are optional. A run that changes its connection during training has a second stage, whose `args.yaml`,
+`summary.csv` and checkpoints are in `switched/`.
+
+With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
+`--model-ema-force-cpu` they evaluate the plain weights.
+
+Another person may have written the files. Each one is checked once, where it is read here. Checkpoints are read by
+:mod:`timm_ortho.weights.files`, which runs no code from them.
+"""
+import csv
+import importlib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Optional, Union
+
+import timm
+import torch
+from timm.models import clean_state_dict
+from torch import nn
+
+from ._images import data_config
+from ._text import UserError, error_text, finite, whole_lines, without_nan
+from ._yaml import YAMLError, load_written_yaml
+from .hub_client.errors import WeightsError
+from .models.variant_arguments import is_variant_argument
+from .update import backend
+from .weights.files import load_checkpoint
+
+RUN, OPTIONS, SUMMARY, LAST, LOG = "run.json", "args.yaml", "summary.csv", "last.pth.tar", "log.txt"
+RECORDS, PROBE, FEATURES = "records.jsonl", "probe.jsonl", "features.npy"
+SWITCHED = "switched"  # folder of the second stage
+LARGEST = 2**22  # bytes of run.json and args.yaml; the largest part is a list of class names, 30 kB for ImageNet-1k
+PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
+BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
+
+
+class RunError(UserError, ValueError):
+    """A training run cannot be read. The message is one line that names the problem and what to do."""
+
+
+class NoRunError(RunError):
+    """A file is not the checkpoint of a training run."""
+
+
+# --------------------------------------------------------------------------------------------- run.json
+def _command(value: Any) -> str:
+    if not shlex.split(value):
+        raise ValueError("the command is empty")
+    return value
+
+
+# A kind is a type, a function that returns a checked value, the allowed values as a set, the kind of a list's items in
+# a list, or a mapping with the kinds of its values. The key ... of a mapping stands for all keys. A tuple of one kind
+# allows null, and allows that a key is missing.
+_SESSION = {
+    **dict.fromkeys("timm-ortho timm torch commit host cpu gpu driver begin end job error".split(), (str,)),
+    "command": (_command,), "pid": (int,)}
+_RESULT = {
+    **dict.fromkeys("model connection device".split(), (str,)), "trainer": ({"lab", "train.py"},),
+    **dict.fromkeys("seed parameters blocks width batch_size epochs best_epoch switch_epoch hold_out peak_memory"
+                    .split(), (int,)),
+    **dict.fromkeys("lr top1 top5 loss best_top1 images_per_second seconds".split(), (float,)),
+    "representation": ({...: (float,)},), "labels": ([str],)}
+_ROW = {"connection": str, "baseline": str, "seeds": [int], "top1_mean": float, "top1_std": (float,),
+        "difference": ({"mean": float, "half_width": (float,), "pairs": int},)}
+_KINDS = {
+    "plan": {
+        "trainer": str, "record": (int,), "representation": bool, "hold_out": int, "gpus": int, "nodes": int,
+        "stages": [{"folder": {".", SWITCHED}, "begins_with": {"", "weights", "checkpoint"}, "stop_epoch": (int,)}]},
+    "job": (str,),
+    "sessions": [_SESSION],
+    "result": (_RESULT,),
+    "comparison": ({"split": (str,), "top1": [{"seed": int, "top1": float}], "rows": [_ROW]},),
+}
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """Return a value of a JSON file if it is of a kind. Raise a ValueError with its name otherwise."""
+    if isinstance(kind, tuple):
+        return None if value is None else _checked(value, kind[0], name)
+    if isinstance(kind, list) and isinstance(value, list):
+        return [_checked(item, kind[0], name) for item in value]
+    if isinstance(kind, dict) and isinstance(value, dict):
+        kinds = dict.fromkeys(value, kind[...]) if ... in kind else kind
+        wrong = [key for key in value if key not in kinds]
+        wrong += [key for key, inner in kinds.items() if key not in value and not isinstance(inner, tuple)]
+        if wrong:
+            raise ValueError(f"{name} has an unknown key, or lacks one: '{wrong[0]}'")
+        return {key: _checked(value[key], inner, f"{name}.{key}") for key, inner in kinds.items() if key in value}
+    if isinstance(kind, set) and isinstance(value, str) and value in kind:
+        return value
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind is int and type(value) is int and value >= 0:
+        return value
+    if kind in (str, bool) and type(value) is kind:
+        return value
+    if kind is _command and isinstance(value, str):
+        return _command(value)
+    raise ValueError(f"{name} is {value!r:.60}")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """The checked contents of a `run.json`.
+
+    Attributes:
+        plan: The trainer (`lab` or the path of a `train.py`), the stages, and the settings that are no option of timm.
+        job: The Slurm job that was submitted last.
+        sessions: For each process that trained the run: versions, machine, command, begin, end and error.
+        result: The metrics of the finished run, None before.
+        comparison: The numbers that need other runs: the `top1` of each seed, the `split` of the images, and the
+            `rows` of the table of `timm-ortho compare`.
+    """
+
+    plan: Mapping[str, Any]
+    job: Optional[str] = None
+    sessions: Sequence[Mapping[str, Any]] = ()
+    result: Optional[Mapping[str, Any]] = None
+    comparison: Optional[Mapping[str, Any]] = None
+
+    @property
+    def last_session(self) -> Mapping[str, Any]:
+        """The process that trained the run last, {} if there was none. Only a failed one has an `error`."""
+        return self.sessions[-1] if self.sessions else {}
+
+    @property
+    def last_stage(self) -> str:
+        """The folder of the last stage, relative to the run's folder."""
+        return self.plan["stages"][-1]["folder"]
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """Versions, machine and command of the first process, the end of the last one, and the processes between."""
+        if not self.sessions:
+            return {}
+        first, *later = ({key: value for key, value in session.items() if key != "error"} for session in self.sessions)
+        return {**first, "end": self.last_session.get("end"), "continued": later}
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return asdict(self)
+
+
+def read_run(folder: Path) -> Optional[RunFile]:
+    """Return the content of a folder's `run.json`, None if there is no such file.
+
+    Raises:
+        RunError: The file is damaged or too large, or a value has another type or is out of range.
+    """
+    path = folder / RUN
+    if not path.is_file():
+        return None
+    try:
+        values = _checked(json.loads(_text_of(path)), _KINDS, "it")
+        if not values["plan"]["stages"]:
+            raise ValueError("the plan has no stage")
+        return RunFile(**values)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read ({error_text(error)}): copy it again, or remove {folder} to train the "
+                       "run again") from None
+
+
+def _text_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes")
+    return content.decode("utf-8")
+
+
+@dataclass(frozen=True)
+class CardValues:
+    """Values of a run that a model card shows. The defaults are those of a run of timm's `train.py`.
+
+    Attributes:
+        trainer: `lab` for the lab's own loop, or `train.py`.
+        split: Name of the split or folder of the validation images. None: the option `val_split`.
+        labels: Names of the classes; empty if they are unknown.
+        made_with: Versions, machine, command, commit and device.
+        top1: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
+        comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
+    """
+
+    trainer: str = "train.py"
+    split: Optional[str] = None
+    labels: Sequence[str] = ()
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    top1: Mapping[int, float] = field(default_factory=dict)
+    comparison: Sequence[Mapping[str, Any]] = ()
+
+
+def card_values(
+        result: Mapping[str, Any], made_with: Mapping[str, Any], comparison: Optional[Mapping] = None) -> CardValues:
+    """Return the values of a run's model card.
+
+    Args:
+        result, comparison: See `RunFile`.
+        made_with: See `RunFile.made_with`.
+    """
+    made = {key: value for key, value in made_with.items() if key not in PRIVATE}
+    commit, sessions = made.pop("commit", None), made.pop("continued", None)
+    if sessions:  # only the count: each session has its own host, process and command
+        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
+    made.update(commit=commit, device=result.get("device"))
+    compared = comparison or {}
+    of_seeds = compared.get("top1") or ([result] if finite(result.get("top1")) else [])
+    return CardValues(
+        result.get("trainer") or "train.py", compared.get("split"), result.get("labels") or (),
+        {key: str(value) for key, value in made.items() if value}, {row["seed"]: row["top1"] for row in of_seeds},
+        compared.get("rows") or ())
+
+
+# ------------------------------------------------------------------------------------------ timm's files
+def read_options(folder: Path) -> dict[str, Any]:
+    """Return the options in the `args.yaml` of a folder. A missing or damaged file raises a RunError."""
+    path = folder / OPTIONS
+    try:
+        values = load_written_yaml(_text_of(path))
+    except (OSError, ValueError, YAMLError) as error:
+        raise RunError(f"{path} cannot be read ({error_text(error)})") from None
+    if not isinstance(values, dict):
+        raise RunError(f"{path} cannot be read (it contains no mapping)")
+    return values
+
+
+def read_history(folder: Path, finished: bool = False) -> list[dict]:
+    """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
+
+    If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
+    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is incomplete
+    and is skipped.
+
+    Args:
+        folder: Folder of the run.
+        finished: Whether an incomplete row is an error, because nothing will complete it.
+
+    Returns:
+        A dict for each epoch, empty if there is no file.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    path = folder / SUMMARY
+    history: list[dict] = []
+    if not path.is_file():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+        if finished and text != whole_lines(text):
+            raise UserError(f"{path} is incomplete, because its last line has no newline: copy it again or remove it")
+        rows = [row for row in csv.DictReader(whole_lines(text).splitlines()) if (row["epoch"] or "").isdecimal()]
+        for row in rows:
+            epoch = int(row["epoch"])
+            history = [earlier for earlier in history if earlier["epoch"] < epoch]
+            metrics = {key: float(value) for key, value in row.items() if key and value}
+            history.append({**without_nan(metrics), "epoch": epoch})
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise UserError(f"{path} is not a table of epochs ({error_text(error, named=True)}): remove it") from None
+    return history
+
+
+def json_lines(text: str) -> list[dict]:
+    """Return the rows of a text in JSON Lines format. A last line without a newline is incomplete and is skipped.
+
+    >>> json_lines('{"epoch": 0}\\n{"epo')
+    [{'epoch': 0}]
+    """
+    return [json.loads(line) for line in whole_lines(text).splitlines()]
+
+
+# ---------------------------------------------------------------------- modules, data sets and weights
+def class_names(dataset: Any) -> Optional[list[str]]:
+    """Return the class names of a data set of torchvision or timm in the order of the labels, or None if unknown."""
+    dataset = getattr(dataset, "dataset", dataset)
+    index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
+    names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
+    return [str(name) for name in names] if names else None
+
+
+Modules = Union[str, Sequence[str], None]  # the option `device_modules` of timm's `train.py`
+
+
+def import_modules(modules: Modules) -> None:
+    """Import modules that the user names; raise a UserError if one does not exist."""
+    for module in _listed(modules):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise UserError(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
+
+
+def _listed(modules: Modules) -> list[str]:
+    return [modules] if isinstance(modules, str) else [str(module) for module in modules or ()]
+
+
+def own_modules(modules: Modules) -> list[str]:
+    """Return the modules that are not part of this package."""
+    return [module for module in _listed(modules) if module.partition(".")[0] != "timm_ortho"]
+
+
+def check_modules(options: Mapping[str, Any], source: str) -> None:
+    """Raise a UserError if options of timm's `train.py` name modules that the user has not chosen.
+
+    Their code would run, and another person may have written the options, for example in a run's folder. Modules of
+    this package are imported.
+
+    Args:
+        options: timm's options by name.
+        source: The file or folder of the options, for the message.
+    """
+    modules = options.get("device_modules")
+    for module in own_modules(modules):
+        if module not in sys.modules:
+            raise UserError(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
+                            f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
+    import_modules(modules)  # the modules of this package
+
+
+# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
+TORCH_FOLDERS = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "mnist": "MNIST/raw",
+    "kmnist": "KMNIST/raw",
+    "qmnist": "QMNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+}
+
+
+def is_local(dataset: str) -> bool:
+    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked.
+
+    >>> is_local("torch/mnist"), is_local("torch/imagenet"), is_local("hfds/mnist")
+    (True, False, False)
+    """
+    kind, _, name = dataset.lower().partition("/")
+    if kind == "torch":
+        return name in (*TORCH_FOLDERS, "image_folder", "folder")
+    return kind not in ("hfds", "hfids", "tfds")
+
+
+def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
+    """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
+
+    Args:
+        options: timm's options by name. Another person may have written them.
+        source: The file or folder of the options, for the message.
+        named: timm's options on the command line.
+    """
+    class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
+    if class_map and not str(class_map).lower().endswith(".txt"):
+        raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
+    if options.get("dataset_trust_remote_code"):
+        raise UserError("code of data sets is never run: remove the option dataset_trust_remote_code")
+    if not is_local(dataset) and dataset != named.get("dataset"):
+        raise UserError(f"data set '{dataset}' of {source} would write files: if you trust it, name it on the command "
+                        f"line (--dataset {dataset})")
+    if options.get("dataset_download") and not named.get("dataset_download"):
+        raise UserError(f"option 'dataset_download' of {source} has no effect in a file: set it on the command line "
+                        "(--option dataset_download=true)")
+    chosen = {"cache_dir", "pretrained_cfg", "pretrained_cfg_overlay"}.intersection(options.get("model_kwargs") or {})
+    if options.get("pretrained") and chosen:
+        raise UserError(f"model_kwargs of {source} choose the source of weights ({min(chosen)}): use the option "
+                        "pretrained_path, which is a file")
+
+
+# ------------------------------------------------------------------------------------------- the run
+class Run:
+    """Options and metrics of a run. Subclasses read these values from files.
+
+    Attributes:
+        options: timm's options.
+        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. A run
+            that changes its connection has two stages; the list contains only the epochs of the checkpoint's stage.
+        card: The values in `run.json`.
+        epoch: Epoch at whose end the weights were saved, or the epoch in which `in_mid_epoch` weights were saved; None
+            without weights.
+        in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
+        ema: Whether the weights are the EMA weights.
+    """
+
+    options: Mapping[str, Any]
+    history: list[dict]
+    card: CardValues
+    epoch: Optional[int]
+    in_mid_epoch: bool = False
+    ema: bool
+
+    @property
+    def evaluates_ema(self) -> bool:
+        return bool(self.options.get("model_ema")) and not self.options.get("model_ema_force_cpu")
+
+    @property
+    def split(self) -> str:
+        """Name of the split or folder of the validation images."""
+        return Path(self.card.split or self.options.get("val_split") or "validation").name
+
+    @property
+    def evaluated(self) -> Optional[dict]:
+        """The row of the history that was measured on these weights, or None."""
+        if self.ema != self.evaluates_ema or self.in_mid_epoch:
+            return None
+        return next((row for row in self.history if row["epoch"] == self.epoch), None)
+
+    @property
+    def chosen_on_validation(self) -> bool:
+        """Whether the weights are from an epoch before the last. Validation metrics probably selected that epoch."""
+        if not self.history or self.epoch is None or self.in_mid_epoch:
+            return False
+        return self.epoch != self.history[-1]["epoch"]
+
+    @property
+    def top1_mean(self) -> Optional[float]:
+        return fmean(self.card.top1.values()) if self.card.top1 else None
+
+    @property
+    def top1_std(self) -> Optional[float]:
+        """Sample standard deviation over seeds; None for fewer than two seeds."""
+        return stdev(self.card.top1.values()) if len(self.card.top1) > 1 else None
+
+
+class CheckpointRun(Run):
+    """A run with its weights.
+
+    Args:
+        path: A checkpoint, or the folder of one run. In a folder, the last checkpoint is read, or else the best.
+        ema: Whether to use the EMA weights.
+
+    Attributes:
+        path: The checkpoint.
+        state_dict: The weights.
+
+    Raises:
+        RunError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
+    """
+
+    def __init__(self, path: Path, ema: bool = False) -> None:
+        folder = path if path.is_dir() else path.parent
+        folder = folder.parent if folder.name == SWITCHED else folder
+        lab = read_run(folder)
+        if lab is not None and lab.result is None:
+            raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
+        self.card = CardValues() if lab is None else card_values(lab.result, lab.made_with, lab.comparison)
+        self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
+        folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
+        self.options = _options(folder, checkpoint, self.path)
+        self.state_dict = _weights(checkpoint, ema, self.path)
+        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
+        self.history = read_history(folder, finished=True)
+
+
+# -------------------------------------------------------------------------------------------- the model
+def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
+    """Build a run's model as timm's train.py does, and load the run's weights.
+
+    Args:
+        run: A run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`.
+        name: Another model for these weights, such as a variant with another connection.
+        overrides: Arguments of the model that replace the run's arguments.
+
+    Raises:
+        RunError: The model cannot be built, or the weights do not fit it.
+        UserError: The options name modules, see :func:`check_modules`.
+    """
+    options = run.options
+    check_modules(options, str(run.path.parent))
+    kwargs = dict(options.get("model_kwargs") or {})
+    name = name or options["model"]
+    if ":" in name:  # hf-hub:me/my-model, which timm would download
+        raise RunError(f"the model '{name}' of {run.path} is not an architecture; {BY_HAND}")
+    if name != options["model"]:
+        kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
+    try:
+        model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
+        model.load_state_dict(run.state_dict)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise RunError(f"the model '{name}' cannot be built with the arguments and weights of {run.path}: "
+                       f"{error_text(error)}") from None
+    return model.eval()
+
+
+def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
+    """Create the model that timm's options describe. The option `model_kwargs` is not used: pass its values.
+
+    Args:
+        options: timm's options by name.
+        kwargs: Further arguments of the model. Arguments that an option sets, such as `pretrained`, are a TypeError.
+    """
+    size = options.get("input_size")
+    overlay: dict[str, Any] = {}
+    if options.get("pretrained") and options.get("pretrained_path"):  # as in train.py; -1: always a new classifier
+        overlay["pretrained_cfg_overlay"] = dict(file=options["pretrained_path"], num_classes=-1)
+    return timm.create_model(
+        options["model"],
+        pretrained=bool(options.get("pretrained")),
+        in_chans=options.get("in_chans") or (size[0] if size else 3),
+        num_classes=options.get("num_classes"),
+        global_pool=options.get("gp"),
+        bn_momentum=options.get("bn_momentum"),
+        bn_eps=options.get("bn_eps"),
+        checkpoint_path=None,  # in kwargs it is a TypeError: a run must not name the file of its weights
+        **overlay,
+        **kwargs,
+    )
+
+
+_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the image preprocessing that a run's options set, completed from the model's configuration."""
+    requested = {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None}
+    config = data_config(model, requested, options.get("in_chans") or requested.get("input_size", (None,))[0])
+    channels, *size = config["input_size"]
+    cfg: Any = model.pretrained_cfg
+    if cfg.get("fixed_input_size"):
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return {**config, "input_size": (channels, *size)}
+
+
+# -------------------------------------------------------------------------------------------- the files
+def _checkpoint_file(path: Path, stage: str) -> Path:
+    """Return the checkpoint at a path. For a run's folder, return its last checkpoint, or else its best.
+
+    Args:
+        path: A checkpoint, or the folder of a run.
+        stage: Folder of the last stage, relative to the run's folder.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise RunError(f"there is no checkpoint or run folder '{path}'")
+    for file in (path / stage / LAST, path / "model_best.pth.tar"):
+        if file.is_file():
+            return file
+    runs = sorted(item.name for item in path.iterdir() if (item / OPTIONS).is_file())
+    if runs:
+        raise RunError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
+    raise RunError(f"{path} contains no checkpoint (last.pth.tar, model_best.pth.tar): pass a checkpoint, or a "
+                       "folder that timm's train.py or timm-ortho compare wrote")
+
+
+def _read_checkpoint(path: Path) -> dict:
+    try:
+        checkpoint = load_checkpoint(path)
+    except (OSError, WeightsError) as error:
+        raise NoRunError(error_text(error)) from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
+                         f"{BY_HAND}")
+    return checkpoint
+
+
+def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the options in args.yaml. Options without a value there, such as num_classes, come from the checkpoint."""
+    args = checkpoint.get("args")
+    options = dict(vars(args)) if isinstance(args, Namespace) else {}
+    if (folder / OPTIONS).is_file():
+        written = read_options(folder)
+        options.update({key: value for key, value in written.items() if value is not None or key not in options})
+    if not options.get("model"):
+        raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
+                         f"model; {BY_HAND}")
+    return options
+
+
+def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
+    if ema and not checkpoint.get("state_dict_ema"):
+        raise RunError(f"{path} has no EMA weights: use its plain weights, or train with --model-ema")
+    return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
+
+
+# ------------------------------------------------------------------------------------------ provenance
+def made_with() -> dict[str, str]:
+    """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout.
+
+    >>> sorted(made_with())[-3:]
+    ['timm', 'timm-ortho', 'torch']
+    """
+    from . import __version__
+
+    commit = commit_of(Path(__file__).parents[1])
+    versions = {"timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__}
+    return {**versions, "commit": commit} if commit else versions
+
+
+def made_on() -> dict[str, str]:
+    """Return the values of `made_with`, and the machine: host, CPU, GPUs and their driver."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": _first_line(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}
+
+
+def environment() -> dict[str, str]:
+    """Return the information of `timm-ortho env`: versions, machine, device and backend."""
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    packages = ["timm-ortho", "timm", "torch", "torchvision", "triton", "huggingface-hub", "safetensors"]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    device = "cuda" if gpus else "cpu"
+    return {
+        **{package: version(package) for package in packages},
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "cpu": device_name(torch.device("cpu")),
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "device": device,
+        "backend": _backend(device),
+    }
+
+
+def _backend(device: str) -> str:
+    """Return the backend of a training step and what selected it."""
+    x = torch.ones(1, 1, device=device, requires_grad=True)
+    requested = backend.default()
+    source = "auto" if requested == "auto" else f"{backend.BACKEND_VARIABLE}={requested}"
+    try:
+        return f"{backend.choose_backend(x, x)} ({source})"
+    except (RuntimeError, ValueError) as error:
+        return f"none ({error})"
+
+
+def commit_of(root: Path) -> str:
+    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders.
+
+    New files count as changes, unless git ignores them: a new recipe or study may affect the result.
+    """
+    if not (root / ".git").exists():  # git would search the parent folders
+        return ""
+    commit = _first_line("git", "-C", str(root), "rev-parse", "HEAD")
+    return f"{commit}-dirty" if commit and _first_line("git", "-C", str(root), "status", "--porcelain") else commit
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the CPU with its cores and torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    return f"{_cpu_name()}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return (names or [platform.processor() or platform.machine()])[0]
+
+
+def _first_line(*command: str) -> str:
+    """Return the first line that a command prints; empty if it is not installed or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return (subprocess.run(command, capture_output=True, text=True).stdout.splitlines() or [""])[0].strip()
