@@ -8,7 +8,7 @@ each epoch. This script computes from the archives:
 
 * `model_cards/decisions.csv`: a row for each hypothesis, with its difference, interval, p and decision
 * the table of docs/evidence.md, and the bullets of README and of this page
-* `model_cards/results/by_time.svg`: training loss by step and accuracy by time of C1 and C2
+* `model_cards/results/curves.svg`: training loss by step and accuracy by epoch of C1 and C2
 * `model_cards/results/SHA256SUMS`: checksums of the archives, so that `--check` names a changed file
 
 A new hypothesis is a row of `HYPOTHESES`; a new family of hypotheses is also an entry of `RULES`. A
@@ -385,15 +385,14 @@ def texts(root: Path) -> dict[Path, str]:
     }
 
 
-def by_time() -> str:
-    """Draw training loss by step and accuracy by time of C1 and C2, as in the paper's Figure 2."""
+def curves() -> str:
+    """Draw training loss by step and accuracy by epoch of C1 and C2, as in the paper's Figure 2."""
     panels = []
     for one in HYPOTHESES[:2]:
         study, runs = archive(next(iter(one.contrast)))
         runs = [{**run, "batch_size": 128} for run in runs]
-        loss, _, accuracy = progress(Scene(runs, layout_of(study), {}), runs, lambda run: run["connection"], one.data)
-        panels += [loss, accuracy]
-    return svg_text(lines_chart(panels, "", columns=2), "by_time")
+        panels += progress(Scene(runs, layout_of(study), {}), runs, lambda run: run["connection"], one.data)
+    return svg_text(lines_chart(panels, ""), "curves")
 
 
 def values_of(path: Path, text: str) -> dict[tuple[str, str], str]:
@@ -427,7 +426,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         return int(bool(found))
     for path, text in texts(root).items():
         path.write_text(text, encoding="utf-8")
-    (root / "model_cards" / "results" / "by_time.svg").write_text(by_time(), encoding="utf-8")
+    (root / "model_cards" / "results" / "curves.svg").write_text(curves(), encoding="utf-8")
     return 0
 
 

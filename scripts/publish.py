@@ -50,8 +50,7 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     if (study["name"] == COMPARISON) != bool(comparison):
         raise SystemExit(f"{folder}: a comparison needs --name NAME, and a study takes no --name")
     study["versions"] = {**study.get("versions", {}), "commit": commit_of(study, runs, folder)}
-    if study.get("kind", "training") == "training":
-        runs = [lean(run, many=len(runs) > MANY) for run in runs]
+    runs = [lean(run, many=len(runs) > MANY) for run in runs]
     target = results / "comparisons" / comparison if comparison else results / "studies" / folder_name(study)
     write(target, study, runs, values.get("recorded"))
     return target

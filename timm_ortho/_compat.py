@@ -1,7 +1,7 @@
 """Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
 import inspect
 from functools import partial
-from typing import Any, ContextManager, Dict, ItemsView, Mapping, Optional, Tuple
+from typing import Any, Dict, ItemsView, Mapping, Optional, Tuple
 
 import timm
 import torch
@@ -54,13 +54,6 @@ def is_transformed() -> bool:
 def dispatch_mode_is_active() -> bool:
     """Return whether a dispatch mode is active: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def fake_tensors() -> ContextManager:
-    """Return a context in which tensors have a shape and a dtype, but no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a large module that is rarely needed
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_eager(*tensors: Optional[Tensor]) -> bool:

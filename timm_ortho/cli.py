@@ -197,9 +197,6 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
              "trains with a train.py, by default $TIMM_DIR/train.py")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
-    add("--gpu-memory", type=float, metavar="GB",
-        help="memory of each GPU, for which train.py's amp and grad_accum_steps are chosen (default: that of this "
-             "machine's smallest GPU, otherwise 40)")
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
     add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
@@ -240,7 +237,6 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
-        gpu_memory=parsed.gpu_memory,
         command=parsed.command_line,
     )
 
@@ -291,21 +287,20 @@ def _seeds(values: Sequence[str]) -> list[int] | int:
 # ------------------------------------------------------------------------------------------------- cost
 def _add_cost(commands: Any) -> None:
     parser = commands.add_parser(
-        "cost", help="measure one of the paper's tables of costs, without training",
-        description="Measures one table, and reports it beside the paper's table. overhead: throughput (Table 1b). "
-                    "parameters: parameters and FLOPs (Table 1a). gamma: width divided by depth (Table 11).")
+        "cost", help="print one of the paper's tables of costs, without training",
+        description="Prints a table beside the paper's numbers. overhead: throughput (Table 1b), measured. parameters: "
+                    "parameters and FLOPs (Table 1a), counted. gamma: width divided by depth (Table 11).")
     add = parser.add_argument
     add("name", choices=["overhead", "parameters", "gamma"])
-    add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
     add("--device", metavar="NAME", help="device for overhead (default: cuda if available, otherwise cpu)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
-    add("--output", type=Path, metavar="DIR", help="default: output/cost/NAME-SCALE")
     parser.set_defaults(call=_cost)
 
 
 def _cost(parsed: argparse.Namespace) -> int:
-    print(_lab("cost").cost(
-        parsed.name, parsed.scale, parsed.device, parsed.threads, parsed.output, parsed.command_line))
+    _require("cost", _LAB)
+    from .lab.costs import TABLES
+
+    print(TABLES[parsed.name](**({"device": parsed.device} if parsed.name == "overhead" else {})))
     return 0
 
 
@@ -316,7 +311,7 @@ def _add_bench(commands: Any) -> None:
         description="Measures the orthogonal update alone and in whole models, in turns with the linear residual "
                     "connection. Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
     add = parser.add_argument
-    add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models, launch (default: all)")
+    add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models (default: both)")
     add("--models", nargs="+", metavar="NAME",
         help="variants (vit_small_ortho), or architectures (vit_small) for both variants; NAME:N sets the batch size "
              "(default: two models, three on a GPU)")
@@ -339,14 +334,13 @@ def _add_bench(commands: Any) -> None:
         help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
     add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
-    add("--quick", action="store_true", help="small shapes, short models, few repetitions: two to three minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
 
 
 _MEASURED = (
     "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "modes",
-    "repeats", "quick")
+    "repeats")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -364,23 +358,25 @@ def _bench(parsed: argparse.Namespace) -> int:
 # ----------------------------------------------------------------------------------------------- recipe
 def _add_recipe(commands: Any) -> None:
     parser = commands.add_parser(
-        "recipe", help="print the papers' recipes, for timm's train.py -c and for compare --recipe",
-        description="Prints a recipe, or lists all recipes.")
+        "recipe", help="print or write the papers' recipes, for timm's train.py -c and for compare --recipe",
+        description="Prints a recipe with its sources, writes it as a YAML file, or lists all recipes.")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("name", nargs="?", metavar="NAME")
     group.add_argument("--list", action="store_true", help="list all recipes, each with its table in the paper and the "
                                                          "paper's top-1 accuracy in %%")
-    parser.add_argument("--path", action="store_true", help="print the path of the file, not its contents")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the recipe to this file")
     parser.set_defaults(call=_recipe)
 
 
 def _recipe(parsed: argparse.Namespace) -> int:
-    from .lab.planning.recipe import find
+    from .lab.planning.recipe import text
 
     if parsed.list:
         return _list_recipes()
-    path = find(parsed.name)
-    print(path if parsed.path else path.read_text(encoding="utf-8"), end="\n" if parsed.path else "")
+    if parsed.output:
+        parsed.output.write_text(text(parsed.name), encoding="utf-8")
+    else:
+        print(text(parsed.name), end="")
     return 0
 
 
@@ -389,7 +385,7 @@ def _list_recipes() -> int:
     from .lab.planning.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
-    for name in [*experiments(), *(name for name in shipped() if name not in experiments())]:
+    for name in shipped():
         values = load(name)
         dataset, table, top1 = str(values.get("dataset") or "any"), "-", "-"
         if name in experiments():

@@ -46,7 +46,7 @@ done
 vit_s=vit_small_patch16_224_ortho vit_b=vit_base_patch16_224_ortho resnet=resnetv2_50_ortho
 if [ "$device" = cpu ] || [ -n "${FAKE_CUDA:-}" ]; then
     total=540 fuzz=(--device "$device" --seconds 5)
-    small=(--quick -b 2 --img-size 32 --repeats 1)
+    small=(-b 2 --img-size 32 --repeats 1)
     models=("$vit_s" "$resnet")
     compiled=(vit_small_ortho --model-kwargs depth=1 embed_dim=32 num_heads=2)
     shapes=(2x5x16 2x16x4x4) repeats=1

@@ -19,7 +19,6 @@ NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
 FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "triton")
-LAUNCHED = ("linear", "appendix", "shortest", "ortho")
 MODELS_HEADER = ("on", "model, batch", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
@@ -33,9 +32,6 @@ COSTS = {  # columns of README's table
     "peak memory": ("training", "eager", "peak_ratio"),
 }
 HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}
-LAUNCH_HEADER = (
-    "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
-    "over shortest")
 
 BenchRow = Mapping[str, str]
 
@@ -119,7 +115,7 @@ def times(matched: Sequence[float]) -> str:
 
 
 def section(rows: Sequence[BenchRow]) -> str:
-    """Return the tables of models, operator and launches for speed.md, and the sources of their rows."""
+    """Return the tables of models and operator for speed.md, and the sources of their rows."""
     tables = [table(header, sorted(lines(rows), key=lambda line: line[0].startswith("CPU")))
               for header, lines in TABLES.values()]
     return "\n\n".join(filter(None, [unmeasured(rows), *tables, sources(rows)]))
@@ -223,15 +219,4 @@ def speedup(rows: Sequence[BenchRow]) -> str:
     return NOT_MEASURED
 
 
-def launch_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
-    lines = []
-    for (on, model, shape, step), mine in cases(rows, "launch", "model", "shape", "step").items():
-        times = (number(pick(mine, candidate=name), "ms_p50", "{:,.1f}", 1e-3) for name in LAUNCHED)
-        ours = pick(mine, candidate="ortho")
-        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio"),
-                      interval(ours, "shortest_ratio")])
-    return lines
-
-
-TABLES = {"models": (MODELS_HEADER, model_lines), "operator": (OPERATOR_HEADER, operator_lines),
-          "launch": (LAUNCH_HEADER, launch_lines)}
+TABLES = {"models": (MODELS_HEADER, model_lines), "operator": (OPERATOR_HEADER, operator_lines)}

@@ -10,8 +10,7 @@ def small():
     """Shrink buffers, exempt existing objects from garbage collection, and unset the backends' variables."""
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        for defaults in (options.DEFAULTS["cpu"], options.QUICK):
-            patch.setitem(defaults, "copy_bytes", 1 << 20)
+        patch.setitem(options.DEFAULTS["cpu"], "copy_bytes", 1 << 20)
         patch.setattr(clock, "FLUSHED_BYTES", dict.fromkeys(clock.FLUSHED_BYTES, 1 << 10))
         for name in ("TIMM_ORTHO_BACKEND", "TRITON_INTERPRET"):
             patch.delenv(name, raising=False)

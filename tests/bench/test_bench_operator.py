@@ -11,7 +11,7 @@ import torch
 from helpers.bench_runs import TRACED, run
 
 from timm_ortho import bench, run_folder as provenance
-from timm_ortho.bench import operator
+from timm_ortho.bench import operator, options
 from timm_ortho.bench.results import COLUMNS, METRICS
 from timm_ortho.functional import plain_update
 
@@ -31,7 +31,8 @@ def operator_run(tmp_path_factory):
     folder, output = tmp_path_factory.mktemp("operator"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         patch.setattr(operator, "compiled", TRACED)
-        rows = run(folder, "--quick", "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
+        patch.setitem(options.DEFAULTS["cpu"], "scopes", ("feature",))
+        rows = run(folder, "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
     return folder, rows, output.getvalue()
 
 
@@ -83,7 +84,7 @@ def test_an_unavailable_backend_has_a_note(operator_run):
 def test_machine_columns(operator_run):
     folder, rows, _ = operator_run
     row = rows[0]
-    assert row["command"] == (f"timm-ortho bench --device cpu --output {folder} --quick --what operator "
+    assert row["command"] == (f"timm-ortho bench --device cpu --output {folder} --what operator "
                               "--shapes 2x5x16 --repeats 4")
     assert (row["device"], row["threads"]) == ("cpu", str(torch.get_num_threads()))
     assert (row["torch"], row["timm"]) == (provenance.environment()["torch"], timm.__version__)

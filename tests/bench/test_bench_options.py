@@ -4,19 +4,16 @@ import torch
 
 from timm_ortho import bench, cli, run_folder as provenance
 from timm_ortho.bench import options
-from timm_ortho.bench.options import SHORT
 from timm_ortho.functional import use_backend
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models', 'launch'; did you mean 'models'?"),
+    (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models'; did you mean 'models'?"),
     (["--skips", "ortho_tp"], "unknown skip 'ortho_tp', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
                               "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
     (["--dtypes", "mixed"], "unknown dtype 'mixed'"),  # only the operator has it
     (["--modes", "compile"], "unknown mode 'compile', known are 'eager', 'compiled'; did you mean 'compiled'?"),
-    (["--modes", "inductor"], "backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
-                              "compiled), or choose 'torch' or 'auto'"),
     (["--models", "vit_small_ortho:0"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:0'"),
     (["--models", "vit_small_ortho:x"], "--models must be NAME or NAME:BATCH, got 'vit_small_ortho:x'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
@@ -60,7 +57,7 @@ def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch
     file = tmp_path / "file"
     file.touch()
     for output in (file, file / "out" / "bench"):
-        assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(output)]) == 2
+        assert cli.main(["bench", "--device", "cpu", "--output", str(output)]) == 2
         message = f"timm-ortho: error: --output {output} cannot be written: {file} is a file\n"
         assert capsys.readouterr().err == message
 
@@ -81,11 +78,11 @@ def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
 def test_options_are_passed_on(monkeypatch, tmp_path):
     passed = []
     monkeypatch.setattr("timm_ortho.bench.bench", lambda *arguments: passed.extend(arguments) or 0)
-    assert cli.main(["bench", "--what", "models", "--amp", "-b", "4", "--quick", "--no-compile", "--model-kwargs",
+    assert cli.main(["bench", "--what", "models", "--amp", "-b", "4", "--no-compile", "--model-kwargs",
                      "depth=2", "--output", str(tmp_path)]) == 0
     options, environment, output, command = passed
     assert {key: value for key, value in options.items() if value is not None} == {
-        "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "compile": False,
+        "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "compile": False,
         "model_kwargs": {"depth": 2}}
     assert environment["torch"] == provenance.environment()["torch"]
     assert output == tmp_path
@@ -112,11 +109,3 @@ def test_defaults_of_a_gpu(monkeypatch):
         ("vit_small_patch16_224", 128, ["ortho"]), ("vit_small_patch16_224", 256, ["ortho"]),
         ("vit_base_patch16_224", 128, ["ortho"]), ("resnetv2_50", 128, ["ortho"])]
     assert (tuple(resolved.modes), tuple(resolved.dtypes), resolved.compile) == (("eager",), ("bfloat16",), False)
-
-
-def test_quick_shortens_its_own_models_only():
-    quick = bench.resolve({"device": "cpu", "quick": True, "repeats": 2})
-    assert [model.arguments for model in quick.models] == list(SHORT.values())
-    assert (quick.repeats, quick.scopes) == (2, ("feature",))
-    requested = bench.resolve({"device": "cpu", "quick": True, "models": ["vit_small_ortho"]})
-    assert [(model.arguments, model.batch[0]) for model in requested.models] == [({}, 4)]

@@ -90,8 +90,8 @@ def test_only_the_lab_names_its_files():
     named = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in LAB_FILES))
     found = {path.relative_to(PACKAGE).parts: named.findall(path.read_text(encoding="utf-8"))
              for path in PACKAGE.rglob("*.py")}
-    others = {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py", "run_folder.py")}
-    assert others == set()
+    elsewhere = {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py", "run_folder.py")}
+    assert elsewhere == set()
     assert set(found["run_folder.py",]) >= {RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES}
 
 

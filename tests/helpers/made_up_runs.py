@@ -34,24 +34,6 @@ RECORDED = [name for name in GRIDS if name in design.shipped() and design.read(n
 DATA = {  # a study's `data`
     "classes": 10, "validation": 360, "train": 1437, "channels": 1, "image_size": [8, 8], "size_from": "recipe digits",
     "first_image": [8, 8], "validation_split": "test"}
-OVERHEAD = {
-    "model": "vit_small_ortho", "shape": "8x3x64x64", "layout": "tokens", "dtype": "float32", "mode": "eager",
-    "linear": 1000.0, "feature": 975.0, "overhead": 2.0, "overhead_p20": 1.0, "overhead_p80": 3.5, "repeats": 11,
-    "note": "", "device": "AMD EPYC, 2 cores, 2 threads"}
-BLOCK = {"model": "vit_small", "module": "attention", "tokens": 10, "width": 4, "branch": 2880}
-WHOLE = {"model": "vit_small", "sites": 12, "branches": 10**6, "parameters": 1234, "extra_parameters": 0}
-ROWS = {  # rows as `timm-ortho cost` writes them
-    "overhead": [OVERHEAD, {**OVERHEAD, "model": "resnetv2_34_cifar_ortho", "linear": None, "feature": None,
-                            "overhead": None, "overhead_p20": None, "overhead_p80": None, "note": "out of memory"}],
-    "parameters": [
-        {**BLOCK, "connection": "linear", "update": 40, "extra": 0},
-        {**BLOCK, "connection": "paper", "update": 300, "extra": 260},
-        {**BLOCK, "connection": "feature", "update": 330, "extra": 290},
-        {**WHOLE, "connection": "linear", "updates": 480, "extra_flops": 0, "extra_percent": 0.0},
-        {**WHOLE, "connection": "feature", "updates": 3960, "extra_flops": 3480, "extra_percent": 0.348}],
-    "gamma": [{"model": "vit_small", "width": 384.0, "blocks": 6, "gamma": 64.0},
-              {"model": "deit_tiny_patch16_224", "width": 192.0, "blocks": 12, "gamma": 16.0}],
-}
 
 
 def study_of(name, /, **changes):
@@ -60,11 +42,11 @@ def study_of(name, /, **changes):
     shipped = changes.get("name", name) in design.shipped()
     return {
         "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
-        **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
+        "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
         "report": design.read(name).get("report") if shipped else None,
         "changed": ["epochs: 3 here; 300 in the paper"] if table else [],
-        "command": f"timm-ortho {'cost' if name in ROWS else 'study run'} {name}", **changes}
+        "command": f"timm-ortho study run {name}", **changes}
 
 
 def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **changes):
@@ -135,8 +117,6 @@ def connections_in(name, cell):
 
 
 def runs_of(name, seeds=(0, 1, 2), **changes):
-    if name in ROWS:
-        return ROWS[name]
     _, axes, _ = GRIDS[name]
     cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [run_of(connection, seed, cell, top1=80.0 + seed + index, name=name, **changes)

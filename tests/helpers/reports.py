@@ -14,7 +14,7 @@ def rewrite(values, folder):
 
 
 def write(study, runs, unfinished, folder):
-    """Write the report of a study or of a table of costs."""
+    """Write the report of a study."""
     return rewrite({"study": study, "runs": runs, "unfinished": unfinished}, folder)
 
 
@@ -43,16 +43,8 @@ def tables_of(folder):
              for row in table.iter("tr")] for table in parsed(folder).iter("table")]
 
 
-def side_by_side(folder):
-    """Return ``{(row labels, column title): (paper's value, measured value)}`` for the page's first table."""
-    groups, _, *rows = tables_of(folder)[0]
-    names = next(index for index, group in enumerate(groups) if groups.count(group) == 2)
-    return {(tuple(row[:names]), groups[at]): (row[at], row[at + 1])
-            for row in rows for at in range(names, len(row), 2)}
-
-
-def differences(folder):
-    """Return ``{row labels: {column title: cell}}`` for the table of differences."""
-    table = next(table for table in tables_of(folder) if "p (Holm)" in table[0])
-    names = table[0].index("against")
-    return {tuple(row[:names]): dict(zip(table[0][names:], row[names:], strict=True)) for row in table[1:]}
+def lines_of(folder):
+    """Return ``{row names: {column title: cell}}`` of the table of results. The mean is in the column ``mean``."""
+    header, *rows = tables_of(folder)[0]
+    names = header.index("difference [95 % CI]") - 1
+    return {tuple(row[:names]): dict(zip(["mean", *header[names + 1:]], row[names:], strict=True)) for row in rows}

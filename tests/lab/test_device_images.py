@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from timm_ortho import cli
 from timm_ortho.lab import LabError, augmentation, commands, data, device_images
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.planning import design, plan, trainers
-from timm_ortho.lab.planning.deviations import deviations
+from timm_ortho.lab.planning import plan, trainers
 from timm_ortho.lab.running import loop, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, RANGES, known_options
 
@@ -348,15 +347,3 @@ def test_train_py_loads_its_own_images(tmp_path):
     script = Path(find_spec("helpers").submodule_search_locations[0]) / "stand_in_train.py"
     with pytest.raises(LabError, match=r"train.py loads its own images: remove --device-images or --train-py"):
         plan.plan(request(written(tmp_path), train_py=script, device_images=True))
-
-
-def lines(**requested):
-    found = design.load("accuracy", "small")
-    given = {"dataset": "cifar10", "data_dir": "x", "device": "cpu", **requested}
-    return deviations(found, given, range(5), on_device=bool(requested))
-
-
-def test_deviations_of_images_on_the_device():
-    found = lines(crop_padding=4, rand_augment=[9, 5], reprob=0.25, train_crop_mode="rrc")
-    assert any("random erasing: areas of 0.02 to 0.333" in line for line in found)
-    assert not any("pads by 4 pixels" in line or "timm's magnitudes" in line for line in found)

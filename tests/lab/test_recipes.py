@@ -1,10 +1,9 @@
-"""lab/recipes: keys, values and headers of the paper's recipes. Optimizers, schedules and augmentation of some."""
-import argparse
+"""The recipes: keys of timm's parser, the papers' values, sources in comments; optimizers, schedules, augmentation."""
 import csv
+import json
 import math
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,40 +19,31 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.convert import SUFFIXES, bases_with_variants
-from timm_ortho.lab import paper
-from timm_ortho.lab.planning import memory, recipe
+from timm_ortho.convert import bases_with_variants
+from timm_ortho.lab import LabError, paper
+from timm_ortho.lab.paper import recipes
+from timm_ortho.lab.planning import recipe
+from timm_ortho.lab.train_options import timm_options
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = paper.numbers()
-CONNECTION = {suffix.lstrip("_"): connection for suffix, connection in SUFFIXES.items()}
-NAMES = [
-    *(f"{vit}_{data}" for vit in ("vit_s", "vit_b") for data in ("cifar10", "cifar100", "tiny_imagenet", "imagenet1k")),
-    *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
-    "resnetv2_50_cifar100_initialisation",
-]
+NAMES = list(paper.experiments())
 IMAGENET = ["resnetv2_50_imagenet1k", "vit_base_patch16_224_imagenet1k"]  # for every architecture
-SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # test_skip_studies.py checks these recipes
-
-
-def text(name):
-    return recipe.shipped()[name].read_text(encoding="utf-8")
-
-
-def header_of(name):
-    """Return the comment at the top, with wrapped commands in one line."""
-    return text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
 
 
 def values(name):
-    return yaml.safe_load(text(name))
+    return yaml.safe_load(recipe.text(name))
+
+
+def plain(text):
+    """Return a text without line breaks and comment signs."""
+    return " ".join(text.replace("\n#", " ").split())
 
 
 def cell(name):
     """Split a recipe's name into the architecture, the data set, and `_initialisation` or None."""
-    architecture, data, study = re.fullmatch(
+    return re.fullmatch(
         r"(vit_[sb]|resnetv2_\d+)_(cifar100?|tiny_imagenet|imagenet1k)(_initialisation)?", name).groups()
-    return architecture, data, study
 
 
 def table(name):
@@ -65,15 +55,44 @@ def table(name):
 
 # ------------------------------------------------------------------------------------- keys and values
 def test_the_recipes_are_all_there():
-    assert list(paper.experiments()) == NAMES
-    assert set(recipe.shipped()) == {*NAMES, *IMAGENET, *SKIPNETS, "digits", "small_images", "vit_test_digits"}
+    assert len(NAMES) == 21
+    assert recipe.shipped() == [
+        *NAMES, IMAGENET[1], "skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn", "digits", IMAGENET[0],
+        "small_images", "vit_test_digits"]
 
 
-@pytest.mark.parametrize("name", sorted(recipe.shipped()))
-def test_a_recipe_has_options_of_timm_that_the_lab_uses(name, capsys):
-    assert recipe.resolve(recipe.load(name)).model  # an unknown key is an error
-    assert not capsys.readouterr().err  # an option that the lab ignores causes a warning
-    assert values(name)["device_modules"] == ["timm_ortho"]
+def test_recipes_have_options_of_timm_alone(capsys):
+    for name in recipe.shipped():
+        assert values(name).keys() <= timm_options().keys()
+        assert recipe.resolve(recipe.load(name)).model
+        assert values(name)["device_modules"] == ["timm_ortho"]
+    assert not capsys.readouterr().err
+
+
+def test_a_recipe_with_an_option_that_timm_lacks_is_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text("crop_padding: 4\n")
+    with pytest.raises(LabError, match=r"timm's train.py accepts no option 'crop_padding'"):
+        recipe.load(str(tmp_path / "own.yaml"))
+
+
+def test_the_lists_of_timms_options_agree():
+    """`train_options.json` lacks no option that a copy of timm's parser has, if this machine has the copy."""
+    copy = ROOT.parent / "shared" / "timm_train_options.json"
+    if not copy.is_file():
+        pytest.skip("no copy of timm's options")
+    named = {key for option, entry in json.loads(copy.read_text())["options"].items() for key in [option]
+             if entry["flags"]}
+    assert named <= timm_options().keys()
+
+
+def test_images_on_the_device_have_the_papers_crop_and_randaugment():
+    assert recipes.device_options("vit_s_cifar10") == {"crop_padding": 4, "rand_augment": [9, 5]}
+    assert recipes.device_options("vit_b_imagenet1k") == {"rand_augment": [9, 9]}
+    assert recipes.device_options("skipnet_cifar100") == {"crop_padding": 4}
+    assert recipes.device_options("skipnet_svhn") == recipes.device_options("digits") == {}
+    options = recipe.resolve_variant({"lr": 0.1}, "vit_s_cifar10")
+    assert (options.crop_padding, options.rand_augment, options.lr) == (4, [9, 5], 0.1)
+    assert recipe.resolve_variant({"crop_padding": 2}, "vit_s_cifar10").crop_padding == 2
 
 
 def expected_vit(name):
@@ -103,162 +122,81 @@ def expected_resnet(name):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_values_are_the_papers_or_explained(name):
-    architecture, data, study = cell(name)
-    given, found = table(name), values(name)
-    expected = {
-        "model": NUMBERS["architectures"][architecture]["model"] + ("_orthog" if study else "_ortho"),
-        "num_classes": NUMBERS["datasets"][data]["classes"],
-        "dataset": f"torch/{data}" if data.startswith("cifar") else "",
-        "img_size": given["resolution"], "epochs": given["epochs"], "batch_size": given["batch"], "lr": given["lr"],
-        "weight_decay": given["weight_decay"], "warmup_epochs": given["warmup_epochs"],
-        "opt_kwargs": {"filter_bias_and_bn": False},
-        **(expected_vit(name) if architecture.startswith("vit") else expected_resnet(name)),
-        **({"scale": given["crop"]["scale"], "ratio": given["crop"]["ratio"]} if given["crop"] != "pad 4" else {}),
-    }
-    assert {key: found.get(key) for key in expected} == expected
-    assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # Each key that is not in the paper needs a comment. A key of `follows` may share the comment of its value instead.
-    # `train_crop_mode` needs no comment if the recipe has the paper's crop.
-    rest = set(found) - set(expected) - {"device_modules"}
-    follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
-               "clip_mode": "clip_grad", "train_crop_mode": "scale"}
-    unexplained = {key for key in rest if not {key, follows.get(key, key)} & explained(name)}
-    assert unexplained <= ({"train_crop_mode"} if given["crop"] != "pad 4" else set())
+def test_values_are_the_papers():
+    for name in NAMES:
+        architecture, data, study = cell(name)
+        given, found = table(name), values(name)
+        expected = {
+            "model": NUMBERS["architectures"][architecture]["model"] + ("_orthog" if study else "_ortho"),
+            "num_classes": NUMBERS["datasets"][data]["classes"],
+            "dataset": f"torch/{data}" if data.startswith("cifar") else "",
+            "img_size": given["resolution"], "epochs": given["epochs"], "batch_size": given["batch"],
+            "lr": given["lr"], "weight_decay": given["weight_decay"], "warmup_epochs": given["warmup_epochs"],
+            "opt_kwargs": {"filter_bias_and_bn": False},
+            **(expected_vit(name) if architecture.startswith("vit") else expected_resnet(name)),
+            **({"scale": given["crop"]["scale"], "ratio": given["crop"]["ratio"]} if given["crop"] != "pad 4" else {}),
+        }
+        assert {key: found.get(key) for key in expected} == expected, name
+        assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
 
 
-def explained(name):
-    """Return the keys with a comment beside or above them."""
-    lines = text(name).splitlines()
-    return {line.split(":")[0] for before, line in pairwise(lines)
-            if not line.startswith("#") and ("  # " in line or before.startswith("# "))} - {"device_modules"}
+@pytest.mark.parametrize(("name", "facts"), [
+    ("vit_s_cifar10", ["Table 2 of 'Revisiting", "Linear 89.82 +- 0.34, Orthogonal-F 90.61 +- 0.21", "of 5 runs",
+                       "8 x NVIDIA RTX 3090, about 1 h per run", "use seeds 0 to 4", "FILE -b 128 --data-dir"]),
+    ("resnetv2_34_tiny_imagenet", ["Orthogonal-G 65.38 +- 0.35", "Table 9): Linear 65.88 +- 0.22", "unknown hours",
+                                   "FILE -b 16 --sync-bn", "the authors' published code has 0.7 to 1"]),
+    ("vit_b_imagenet1k", ["an unknown number of runs", "Orthogonal-F 77.05 +- 0.21", "75.45 +- 0.12 (3 runs)",
+                          "use seeds 0 to 2", "FILE -b 512", "DATA/train/CLASS/"]),
+    ("resnetv2_50_cifar100_initialisation", ["Table 7", "Table 8", "orthogonal, Orthogonal-G 77.22 +- 0.24"]),
+    ("vit_base_patch16_224_imagenet1k", ["Linear 73.27 +- 0.58", "was not trained with these options"]),
+])
+def test_comments_have_the_papers_numbers_and_what_8_gpus_need(name, facts):
+    assert [fact for fact in facts if fact not in plain(recipe.text(name))] == []
 
 
-# --------------------------------------------------------------------------------------------- headers
-@pytest.mark.parametrize("name", NAMES)
-def test_accuracies_in_headers_are_the_papers(name):
-    architecture, data, study = cell(name)
-    header = text(name).split("\ndevice_modules")[0]
-    section = NUMBERS["initialisation" if study else "accuracy"]
-    rows = re.findall(r"^#   (\S.*?)  +(\d+\.\d\d) \+- (\d+\.\d\d)   --model (\S+)(.*)$", header, re.MULTILINE)
-    printed = {}
-    for label, mean, std, model, rest in rows:
-        base, _, suffix = model.rpartition("_")
-        start = label.split(", ")[0] if study else None
-        assert base == NUMBERS["architectures"][architecture]["model"]
-        assert label.endswith(paper.name("connection", CONNECTION[suffix]))
-        assert rest == (f" --model-kwargs weight_init={start}" if study else "")
-        printed.setdefault(start, {})[CONNECTION[suffix]] = [float(mean), float(std)]
-    if study:
-        assert printed == {start: {connection: row[:2] for connection, row in section[start].items()}
-                           for start in ("orthogonal", "xavier", "kaiming")}
-    else:
-        assert printed == {None: section[architecture][data]}
+def test_numbers_in_notes_are_those_of_the_tables():
+    notes, accuracy = NUMBERS["recipe_notes"], NUMBERS["accuracy"]
+    for vit in ("vit_s", "vit_b"):
+        for mean, std in accuracy[vit]["imagenet1k_first_version"].values():
+            assert f"{mean:.2f} +- {std:.2f}" in notes[f"{vit}_imagenet1k"]
+    for mean, std in NUMBERS["final_layer_norm"]["with"].values():
+        assert f"{mean:.2f} +- {std:.2f}" in notes["resnetv2_34_tiny_imagenet"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_other_numbers_in_headers_are_the_papers(name):
-    """The number of runs, the hardware and hours, and the tables with other versions of the accuracy."""
-    architecture, data, study = cell(name)
-    header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
-    section, compute = NUMBERS["initialisation" if study else "accuracy"], NUMBERS["compute"][architecture][data]
-    of_first = section.get(f"runs_{data}_first_version")  # the final version does not state the number of runs
-    runs = of_first or section["runs"]
-    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
-    expected = [
-        f": {section['table']} of 'Revisiting Residual Connections'", f"Values are from {table(name)['table']} unless",
-        f"standard deviation of {'an unknown number of' if of_first else runs} runs",
-        f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
-    other = {"imagenet1k": section.get(architecture, {}).get("imagenet1k_first_version"),
-             "tiny_imagenet": architecture == "resnetv2_34" and NUMBERS["final_layer_norm"]["with"]}.get(data)
-    if other:
-        expected.append(", ".join(f"{paper.name('connection', connection)} {mean:.2f} +- {std:.2f}"
-                                  for connection, (mean, std) in other.items())
-                        + f" ({of_first} runs)" * bool(of_first))
-    assert [fact for fact in expected if fact not in header] == []
-    assert f"use seeds 0 to {runs - 1}" in text(name)
-
-
-@pytest.mark.parametrize("key", ["mean", "std"])
-def test_recipes_for_the_same_images_normalise_alike(key):
-    by_data = {data: {tuple(values(name)[key]) for name in NAMES if cell(name)[1] == data}
-               for data in dict.fromkeys(cell(name)[1] for name in NAMES)}
-    assert all(len(found) == 1 for found in by_data.values()), by_data
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_train_the_papers_batch(name):
-    """The header has two commands: for a single GPU, and for two nodes with four GPUs each.
-
-    In both, the product of images per step, accumulated steps and processes is the paper's batch.
-    """
-    header = header_of(name)
-    batch = values(name)["batch_size"]
-    one, several = (re.search(start + r".*train\.py -c .*", header).group() for start in ("  python", "  torchrun"))
-    for command, processes in ((one, 1), (several, 8)):
-        at_once = int((re.search(r" -b (\d+)", command) or [0, batch])[1])
-        parts = int((re.search(r" --grad-accum-steps (\d+)", command) or [0, 1])[1])
-        assert at_once * parts * processes == batch
-        assert f'"$(timm-ortho recipe --path {name})"' in command
-    assert ("--sync-bn" in several) == name.startswith("resnet")
-    assert f"  scripts/train.sh {name} {values(name)['model']} DATA" in header
-    assert '--val-split ""' in header
-
-
-@pytest.mark.parametrize("name", sorted({*recipe.shipped()} - {*NAMES}))
+@pytest.mark.parametrize("name", sorted({*recipe.shipped()} - {*recipes.names()}))
 def test_headers_of_recipes_that_are_written_by_hand(name):
-    header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
+    header = plain(recipe.text(name).split("\ndevice_modules")[0])
     for fact, pattern in {
             "the expected accuracy, such as 'Top-1 accuracy ...: 97.69 +- 0.32'": (
                 r"Top-1 accuracy.* (\d+\.\d+ \+- \d|not measured)"),
             "the hardware, such as 'CPU'": r"CPU|GPU|hardware",
             "the training time, such as '37 min'": r"\d (s|min|minutes|h|hours)\b|nor hours"}.items():
-        assert re.search(pattern, header), f"{recipe.shipped()[name]}: write {fact} into the comment at the top"
+        assert re.search(pattern, header), f"{name}: write {fact} into the comment at the top"
 
 
-@pytest.mark.parametrize("file", sorted(Path(timm_ortho.__file__).parent.rglob("*.yaml")), ids=lambda file: file.stem)
-def test_paths_in_recipes_and_studies_exist(file):
-    paths = re.findall(r"\b(?:model_cards|docs|scripts|tests|timm_ortho)/[\w./-]*\w", file.read_text(encoding="utf-8"))
-    missing = [path for path in paths if not (ROOT / path).exists()]
-    assert not missing, f"{file} names {', '.join(missing)}, which the repository does not contain"
+def test_paths_in_recipes_and_studies_exist():
+    files = sorted(Path(timm_ortho.__file__).parent.rglob("*.yaml"))
+    for text in (*map(recipe.text, recipe.shipped()), *(file.read_text(encoding="utf-8") for file in files)):
+        paths = re.findall(r"\b(?:model_cards|docs|scripts|tests|timm_ortho)/[\w./-]*\w", plain(text))
+        assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 # ------------------------------------------------------------------------- ImageNet, for every architecture
-RESNEXT = ("--lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1.0e-4 --sched cosine --reprob 0.4 --recount 3 "
-           "--remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 --amp")  # for 8 GPUs, from timm's documentation
-
-
 def test_options_for_vits_are_the_papers_for_vit_b():
     of_timm, of_paper = values("vit_base_patch16_224_imagenet1k"), values("vit_b_imagenet1k")
     assert {key: value for key, value in of_timm.items() if key != "model"} == {
         key: value for key, value in of_paper.items() if key not in ("model", "model_kwargs", "img_size")}
-    header = " ".join(text("vit_base_patch16_224_imagenet1k").replace("\n#", " ").split())
-    for label, (mean, std) in paper.experiments()["vit_b_imagenet1k"].top1().items():
-        assert f"{label.replace('Linear', 'linear')} {mean:.2f} +- {std:.2f}" in header
 
 
 def test_options_for_resnets_are_timms():
-    found = values("resnetv2_50_imagenet1k")
-    parser = argparse.ArgumentParser()
-    for option in re.findall(r"(--?[a-z-]+)", RESNEXT):
-        parser.add_argument(option, nargs="?", const=True, type=yaml.safe_load)
-    expected = vars(parser.parse_args(RESNEXT.split()))
-    assert found["batch_size"] == 8 * expected.pop("b")
-    assert {key: found.get(key) for key in expected} == expected
-    assert {*found} - {*expected, "batch_size", "device_modules", "num_classes"} <= explained("resnetv2_50_imagenet1k")
-
-
-@pytest.mark.parametrize("name", IMAGENET)
-def test_commands_on_one_gpu_train_the_whole_batch(name):
-    [(images, steps)] = re.findall(r"python train\.py .* -b (\d+).*--grad-accum-steps (\d+)", header_of(name))
-    assert int(images) * int(steps) == values(name)["batch_size"]
-    assert f"  scripts/train.sh {name} {values(name)['model']} DATA" in header_of(name)
+    """The command for ResNeXt-50 on 8 GPUs in timm's documentation: --lr 0.6 --warmup-epochs 5 -b 192 --amp ..."""
+    expected = dict(lr=0.6, warmup_epochs=5, epochs=240, weight_decay=1e-4, sched="cosine", reprob=0.4, recount=3,
+                    remode="pixel", aa="rand-m7-mstd0.5-inc1", batch_size=8 * 192, amp=True)
+    assert values("resnetv2_50_imagenet1k").items() >= expected.items()
 
 
 @pytest.mark.slow
 def test_the_recipes_fit_an_architecture_of_each_of_timms_modules():
-    """The forward pass has tensors without memory, so large models take no longer than small ones."""
     requested, other = (recipe.load(name) for name in IMAGENET)
     assert not {"model_kwargs", "img_size", "input_size"} & {*requested, *other}
     modules = {}
@@ -267,18 +205,18 @@ def test_the_recipes_fit_an_architecture_of_each_of_timms_modules():
             modules.setdefault(timm.models.model_entrypoint(base).__module__, f"{base}_ortho")
     assert len(modules) > 50
     for model in modules.values():
-        assert memory.step_bytes(recipe.resolve({**requested, "model": model}), amp=True).image > 0
+        with torch.device("meta"):
+            assert timm.create_model(model, num_classes=requested["num_classes"]).num_classes == 1000
 
 
 # ------------------------------------------------------------------------------------------------ lab
-@pytest.mark.parametrize("name", NAMES)
-def test_the_model_of_a_recipe_is_orthogonal(name):
-    options = recipe.resolve(recipe.load(name))
-    assert (options.lr, options.epochs) == (values(name)["lr"], values(name)["epochs"])
-    with torch.device("meta"):
-        model = timm.create_model(options.model, num_classes=options.num_classes, **options.model_kwargs)
-    assert model.num_classes == NUMBERS["datasets"][cell(name)[1]]["classes"]
-    assert timm_ortho.sites(model)
+def test_the_model_of_a_recipe_is_orthogonal():
+    for name in NAMES:
+        options = recipe.resolve(recipe.load(name))
+        with torch.device("meta"):
+            model = timm.create_model(options.model, num_classes=options.num_classes, **options.model_kwargs)
+        assert model.num_classes == NUMBERS["datasets"][cell(name)[1]]["classes"]
+        assert timm_ortho.sites(model)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -410,23 +348,21 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
 
 # ------------------------------------------------------------------------------------------------- CLI
 @pytest.mark.parametrize("name", ["vit_b_imagenet1k", "digits"])
-def test_recipe_prints_the_file(capsys, name):
+def test_recipe_prints_or_writes_the_file(capsys, tmp_path, name):
     assert cli.main(["recipe", name]) == 0
-    assert capsys.readouterr().out == text(name)
-    assert cli.main(["recipe", "--path", name]) == 0
-    assert Path(capsys.readouterr().out.strip()) == recipe.shipped()[name]
+    printed = capsys.readouterr().out
+    assert cli.main(["recipe", name, "--output", str(tmp_path / "recipe.yaml")]) == 0
+    assert (tmp_path / "recipe.yaml").read_text(encoding="utf-8") == printed == recipe.text(name)
+    assert recipe.load(str(tmp_path / "recipe.yaml")) == recipe.load(name)
 
 
 def test_recipe_list(capsys):
     assert cli.main(["recipe", "--list"]) == 0
     rows = {line.split()[0]: re.split(r"  +", line)[1:] for line in capsys.readouterr().out.splitlines()}
-    assert list(rows) == ["name", *NAMES, *sorted({*recipe.shipped()} - {*NAMES})]
+    assert list(rows) == ["name", *recipe.shipped()]
     assert rows["resnetv2_34_cifar100"] == [
         "resnetv2_34_cifar_ortho", "CIFAR-100", "Table 2",
         "Linear 78.92 ± 0.31; Orthogonal-F 78.97 ± 0.04; Orthogonal-G 78.71 ± 0.24"]
-    assert rows["resnetv2_50_cifar100_initialisation"][2:] == [
-        "Table 7", "kaiming, Linear 77.78 ± 0.16; kaiming, Orthogonal-G 77.54 ± 0.20; xavier, Linear 77.43 ± 0.37; "
-        "xavier, Orthogonal-G 77.09 ± 0.31; orthogonal, Linear 77.40 ± 0.33; orthogonal, Orthogonal-G 77.22 ± 0.24"]
     assert rows["digits"] == ["vit_small", "digits", "-", "-"]
     assert rows["skipnet_svhn"][:3] == ["skipnet_20_branch4_linear", "SVHN", "Table 2 of Wang et al. (2017)"]
     assert "Idempotent-MR 97.59 ± 0.05" in rows["skipnet_svhn"][3]

@@ -1,13 +1,11 @@
 """reporting/report.py and page.py: HTML, Markdown, plot and result files of reports on made-up runs."""
-import math
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import scipy.stats
-from helpers.made_up_runs import GRIDS, ROWS, accuracy, run_of, runs_of, study_of, train_py_run
-from helpers.reports import again, differences, parsed, results, side_by_side, tables_of, texts, write
+from helpers.made_up_runs import GRIDS, accuracy, run_of, runs_of, study_of, train_py_run
+from helpers.reports import again, lines_of, parsed, results, tables_of, texts, write
 
 from timm_ortho.lab.commands import comparison
 from timm_ortho.lab.planning import design
@@ -15,11 +13,12 @@ from timm_ortho.lab.reporting import page, report
 from timm_ortho.lab.reporting.page import Table
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
-EVERY = [*GRIDS, *ROWS]
+# layouts that differ: a grid with the paper's numbers, the connection in rows or columns, recorded steps, no grid
+SAMPLE = ["accuracy", "switch_kept", "representation", "dynamics", "head_norm", "families", "compare"]
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
 
 
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(scope="module", params=SAMPLE)
 def written(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     return name, folder, write(study_of(name), runs_of(name), ["a-seed9"], folder)
@@ -30,26 +29,23 @@ def test_every_shipped_study_is_tested():
     tested = [layouts[name] for name in GRIDS.keys() - {"compare"}]
     untested = [name for name, keys in layouts.items() if keys and keys not in tested]
     assert not untested, "add these studies to GRIDS in helpers/made_up_runs.py"
-    assert set(ROWS) == set(design.COST_STUDIES)
 
 
 def test_page_is_well_formed_and_self_contained(written):
     name, folder, _ = written
     root = parsed(folder)
-    assert root.find("body/main/h1").text.startswith(f"What about {name}?")
+    assert root.find("body/main/h1").text.startswith((f"What about {name}?", "vit_small on digits, 3 epochs: Ortho"))
     images = list(root.iter("img"))
-    assert bool(images) == (name not in ROWS)
+    assert images
     boxes = [child for box in root.iter("div") if box.get("class", "").startswith("scroll") for child in box]
     assert all(table in boxes for table in root.iter("table"))  # on narrow screens, a table scrolls inside its box
     for image in images:
         assert image.get("src").startswith("data:image/svg+xml;base64,")
         assert len(image.get("alt")) > 20
-    narrow = [source.get("srcset") for source in root.iter("source")]
-    assert len(narrow) == len(images)
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in narrow)
     for element in root.iter():
-        assert element.tag not in ("script", "link", "iframe", "object")
-        assert not set(element.keys()) & {"href", "action"}
+        assert element.tag not in ("script", "link", "iframe", "object", "source")
+        assert element.get("href", "history.csv") == "history.csv"
+        assert element.get("action") is None
     assert not re.search(r"url\(|@import", root.find("head/style").text)
     for table in root.iter("table"):
         lengths = {len(list(row)) for row in table.find("tbody")}
@@ -73,32 +69,15 @@ def test_command_changes_and_unfinished_runs_are_named(written):
     for told in texts(folder):
         assert study_of(name)["command"] in told
         assert ("epochs: 3 here; 300 in the paper" in told) == bool(study_of(name)["table"])
-        assert ("Not finished: a-seed9." in told) == (name not in ROWS)
-        assert ("Method and terms" in told) == (name not in ROWS)
+        assert "Not finished: a-seed9." in told
+        assert "Method and terms" in told
         assert "validation" not in told.partition("The paper has")[0]  # the made-up runs are evaluated on test images
-    assert ("not finished: a-seed9" in text) == (name not in ROWS)
+    assert "not finished: a-seed9" in text
     assert text.endswith(f"report: {folder / 'report.html'}")
 
 
-def test_the_papers_numbers_are_complete(written):
-    """The table shows each of the paper's numbers in its row and column, and a note in each cell without runs."""
-    name, folder, _ = written
-    if name == "compare":
-        return
-    found, study = side_by_side(folder), study_of(name)
-    stated = {} if name in ROWS else report.layout_of(study).stated
-    for (row, column), figure in stated.items():
-        shown = found[row, ", ".join(column)][0].split(" ± ")[0].replace(",", "")
-        assert float(shown) == pytest.approx(figure[0], abs=0.5001 * 10 ** -len(shown.partition(".")[2]))
-    assert {here for _, here in found.values()} - {"not run", "–"}
-    if study["paper"]:
-        assert all((there == "–") == (here == "–") for there, here in found.values())
-
-
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize("name", [
-    name if name in ("accuracy", "dynamics", "overhead", "compare") else pytest.param(name, marks=pytest.mark.slow)
-    for name in EVERY])
+@pytest.mark.parametrize("name", ["accuracy", "dynamics", "compare"])
 def test_a_rewritten_report_has_the_same_bytes(name, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     write(study_of(name), runs_of(name), [], one)
@@ -123,12 +102,12 @@ def test_runs_of_train_py(tmp_path):
         assert said in page_text
     assert "| continued | Linear, seed 1; Orthogonal-F, seed 1 |" in markdown
     rows = next(table for table in tables_of(tmp_path) if table[0][:2] == ["run", "seed"])
-    assert dict(zip(rows[0], rows[1], strict=True))["images/s"] == "–"
+    assert dict(zip(rows[0], rows[1], strict=True))["peak memory"] == "–"
     assert (tmp_path / "figures" / "training.svg").is_file()
 
 
 def test_metrics_of_ema_weights_are_named(tmp_path):
-    sentence = "The metrics are measured on the test images. Runs with model_ema are evaluated with the EMA weights"
+    sentence = "Runs with model_ema are evaluated with the EMA weights"
     for changes in ({}, {"ema": True}):
         write(study_of("dynamics"), [run_of("linear", 0), run_of("feature", 0, **changes)], [], tmp_path)
         assert [sentence in text.replace("\\", "") for text in texts(tmp_path)] == [bool(changes)] * 2
@@ -161,18 +140,17 @@ def test_several_studies_in_one_report(tmp_path):
     text = report.write(parts, tmp_path / "one")
     told, markdown = texts(tmp_path / "one")
     for said in (told, markdown, text):
-        assert said.count("No difference could be tested (all 3 pairs have the same difference)") == 1
+        assert said.count("18 differences could not be tested: all 3 pairs have the same difference.") == 1
     headings = [element.text for element in parsed(tmp_path / "one").iter("h2")]
     assert headings == ["What about switch_kept? (Table 0), digits", "What about switch_kept? (Table 0), torch/cifar10",
                         "Method and terms"]
     names = {path.name for path in (tmp_path / "one" / "figures").iterdir()}
-    assert {"all_differences.svg", "switch_kept-digits_switch.svg", "switch_kept-torch_cifar10_switch.svg"} <= names
+    assert {"switch_kept-digits_differences.svg", "switch_kept-torch_cifar10_switch.svg"} <= names
 
 
 def test_text_table():
-    table = Table(["a", "b", "c"], [["long name", "1", "2"]], names=1, groups=[("group", 2)])
-    assert page.text_table(table).splitlines() == [
-        "a          group: b  group: c", "-----------------------------", "long name  1         2"]
+    assert page.text_table(Table(["a", "b"], [["long name", "1"]])).splitlines() == [
+        "a          b", "------------", "long name  1"]
 
 
 def test_the_images_are_described(tmp_path):
@@ -209,18 +187,17 @@ def test_report_without_finished_runs(tmp_path, name):
 
 
 def test_compare(tmp_path):
-    text = write(*accuracy(BOTH, name="compare", paper="", table="", changed=[]), [], tmp_path)
+    study, runs = accuracy(BOTH, name="compare", paper="", table="", changed=[], report={"measures": ["top1"]})
+    text = write(study, runs, [], tmp_path)
     header, rule, linear, feature = text.split("\n\n")[2].splitlines()
-    assert re.split(" {2,}", header) == [
-        "connection", "top-1 %", "difference to Linear [95 % CI]", "best epoch %", "seeds", "images/s",
-        "peak memory"]
-    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "baseline", "91.17", "3", "100", "1,024 MiB"]
-    assert re.split(" {2,}", feature)[2] == differences(tmp_path)["Orthogonal-F", "top-1 %"]["difference [95 % CI]"]
+    assert re.split(" {2,}", header) == ["connection", "top-1 %", "difference [95 % CI]", "p (Holm)"]
+    assert re.split(" {2,}", linear) == ["Linear", "91.17 ± 1.26", "baseline", "–"]
+    assert re.split(" {2,}", feature)[2] == lines_of(tmp_path)["Orthogonal-F",]["difference [95 % CI]"]
     assert set(rule) == {"-"}
     assert {"training.svg", "profile.svg", "stream_by_epoch.svg", "cosine_by_epoch.svg", "differences.svg"} <= {
         path.name for path in (tmp_path / "figures").iterdir()}
-    assert "paper" not in "".join(texts(tmp_path)).lower()
-    assert all("images/s also depends on what else ran on the machine" in told for told in texts(tmp_path))
+    for told in texts(tmp_path):
+        assert not re.search("paper|images/s|minutes", told.lower())
 
 
 def test_the_page_describes_the_network_and_its_training(tmp_path):
@@ -235,8 +212,8 @@ def test_the_page_describes_the_network_and_its_training(tmp_path):
 
 @pytest.mark.parametrize(("feature", "told"), [
     ([12.0, 9.0, 10.5], "Not more accurate than chance: Orthogonal-F. Differences to or of these networks say nothing "
-                        "about the connections. The difference between the connections was detected"),
-    ([90.5, 93.0, 93.5], "No difference between the connections was detected")])
+                        "about the connections. 1 of 1 difference detected"),
+    ([90.5, 93.0, 93.5], "The difference was not detected")])
 def test_networks_at_chance_are_named(tmp_path, feature, told):
     data = {"classes": 10, "validation": 360, "train": 1, "channels": 1, "image_size": None, "size_from": "",
             "first_image": None, "validation_split": "test"}
@@ -262,9 +239,8 @@ def test_only_runs_that_differ_in_the_connection_start_from_the_same_weights(tmp
 
 
 def test_a_paper_without_numbers_has_no_column(tmp_path):
-    text = write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
-    assert "not in the paper" not in "".join([text, *texts(tmp_path)])
-    assert "only in a plot" in write(study_of("epsilon"), runs_of("epsilon"), [], tmp_path)
+    write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
+    assert not {"paper", "the paper's difference"} & {*tables_of(tmp_path)[0][0]}
 
 
 def test_only_shown_metrics_count_as_comparisons(tmp_path):
@@ -272,24 +248,18 @@ def test_only_shown_metrics_count_as_comparisons(tmp_path):
     made = comparison(["linear", "feature"], None)
     study, runs = accuracy(BOTH, name="compare", paper="", table="", changed=[], report=made.report)
     write(study, runs, [], tmp_path)
-    assert list(differences(tmp_path)) == [("Orthogonal-F", "top-1 %")]
+    assert list(lines_of(tmp_path)) == [("Linear",), ("Orthogonal-F",)]
     found = results(tmp_path)["summary"][-1]["difference"]
     assert found["p_holm"] == found["p"]
-    assert "adjusted for 1 comparison." in texts(tmp_path)[0]
-    assert tables_of(tmp_path)[0][0][:2] == ["connection", "top-1 %"]
 
 
 def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):
     text = write(*accuracy(BOTH), ["a-seed9"], tmp_path)
     lead = results(tmp_path)["lead"]
-    half = results(tmp_path)["summary"][-1]["difference"]["half_width"]
-    assert lead == ("No difference between the connections was detected. With 3 pairs of runs, the half-width of the "
-                    f"95 % interval in top-1 is {half:.2g} points.")
+    assert lead.startswith("None of 2 differences was detected. The 95 % intervals in top-1 %, five best test epochs")
     assert lead in text
     for told in texts(tmp_path):
         order = [told.index(said) for said in (
-            lead, "Study “accuracy”", "The paper's table", "Differences, paired by seed", "Plots", "How it was made",
-            "Method and terms", "Student's confidence interval", "not the sampling of the evaluated images",
-            "adjusted for 2 comparisons")]
+            lead, "Study “accuracy”", "Results", "Plots", "Every run", "How it was made", "Method and terms",
+            "Student's confidence interval", "not the sampling of the evaluated images", "of the study (2)")]
         assert order == sorted(order)
-        assert f"{scipy.stats.t.ppf(0.975, 2) / math.sqrt(3):.1f} with 3" in told

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, accuracy, recorded, run_of, runs_of, study_of
-from helpers.reports import again, differences, results, side_by_side, tables_of, texts, write
+from helpers.reports import again, lines_of, results, tables_of, texts, write
 
 from timm_ortho.lab import LabError, paper
 from timm_ortho.lab.reporting import report
@@ -35,21 +35,22 @@ def test_learning_rates_are_sorted_and_compared_at_equal_rates(tmp_path):
     runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
     next(run for run in runs if run["cell"] == {"lr": 1e-3} and run["connection"] == "feature")["top1"] += 0.3
     write(study_of("learning_rate", dataset="torch/cifar10"), runs, [], tmp_path)
-    rates = [row[0] for row in tables_of(tmp_path)[0][2:]]
+    rates = [row[0] for row in tables_of(tmp_path)[0][1:]]
     assert {"1e-4", "7.5e-4"} < set(rates)
     assert [float(rate) for rate in rates] == sorted(map(float, rates))
     half = scipy.stats.t.ppf(0.975, 2) * statistics.stdev([0.0, 0.0, 0.3]) / math.sqrt(3)
-    row = differences(tmp_path)["1e-3", "CIFAR-10, Orthogonal-F"]
-    assert row["half-width; the paper's differences"] == f"± {half:.2f}; contains zero and the paper's +0.41"
+    row = lines_of(tmp_path)["1e-3", "CIFAR-10, Orthogonal-F"]
+    assert row["difference [95 % CI]"] == f"+0.10 [{0.1 - half:+.2f}, {0.1 + half:+.2f}]"
+    assert row["the paper's difference"] == "+0.41"
 
 
 def test_two_groups_at_one_position_are_distinguished(tmp_path):
     runs = [run_of(connection, 0, {"layers": "all"}, top1=value)
             for connection, value in (("feature", 90.0), ("global", 80.0))]
     write(study_of("layer_pattern"), runs, [], tmp_path)
-    found = side_by_side(tmp_path)
-    assert found[("all, feature",), "top-1 %"][1].startswith("90.00")
-    assert found[("all, global",), "top-1 %"][1].startswith("80.00")
+    found = lines_of(tmp_path)
+    assert found["all, feature", "top-1 %"]["mean"].startswith("90.00")
+    assert found["all, global", "top-1 %"]["mean"].startswith("80.00")
 
 
 @pytest.mark.parametrize(("rows", "columns", "row", "column"), [
@@ -64,10 +65,9 @@ def test_every_value_has_its_own_labelled_cell(tmp_path, rows, columns, row, col
             for depth in (2, 4) for connection in ("linear", "feature")]
     study = study_of("mine", paper="", table="", axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0])
     printed = write({**study, "report": {"rows": rows, "columns": columns, "plots": []}}, runs, [], tmp_path)
-    found = side_by_side(tmp_path)
-    assert found[(row,), column] == ("41.00 (1 seed)", "+1.00")
+    found = lines_of(tmp_path)
+    assert (found[row, column]["mean"], found[row, column]["difference [95 % CI]"]) == ("41.00 (1 seed)", "+1.00")
     assert len(found) == 8
-    assert len(differences(tmp_path)) == 4
     assert re.search(rf"^{row} +{column} +41.00", printed, re.MULTILINE)
 
 
@@ -78,16 +78,13 @@ def test_values_outside_their_column_are_named(tmp_path):
     axes = {"prob": [0.0, 1.0], "where": ["all", "mlp"], "skip": ["identity"]}
     study = study_of("mine", paper="", table="", axes=axes, seeds=[0, 1], baseline={"prob": 0.0})
     measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}}}
-    text = write({**study, "report": measures}, runs, [], tmp_path)
-    assert "difference to π = 0 [95 % CI]" in text
-    assert [row["against"] for row in differences(tmp_path).values()] == ["π = 0"] * 2
+    write({**study, "report": measures}, runs, [], tmp_path)
     markdown = texts(tmp_path)[1]
+    assert "differences to π = 0 with the same seed" in markdown
     assert "The rows are: π = 1, where = all, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
     write({**study, "report": {**measures, "rows": ["where", "skip"], "columns": ["prob"]}}, runs, [], tmp_path)
-    assert ("MLP", "Identity", "π = 1") in differences(tmp_path)
-    assert tables_of(tmp_path)[0][:2] == [["where", "skip", *["π = 0"] * 2, *["π = 1"] * 2],
-                                          ["top-1 %", "difference [95 % CI]"] * 2]
-    assert ["where", "skip", "π", "against"] in [table[0][:4] for table in tables_of(tmp_path)]
+    assert ("MLP", "Identity", "π = 1") in lines_of(tmp_path)
+    assert tables_of(tmp_path)[0][0][:4] == ["where", "skip", "π", "mean"]
 
 
 def test_own_study_has_a_row_for_each_cell(tmp_path):
@@ -95,14 +92,14 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
             for seed in range(2) for depth in (2, 4) for connection in ("linear", "feature")]
     study = study_of("mine", paper="", table=None, axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0, 1])
     write(study, runs, [], tmp_path)
-    rows = [row[:4] for row in tables_of(tmp_path)[0][1:]]
-    assert ["4", "1e-4", "Linear", "4.50 ± 0.71"] in rows
+    assert lines_of(tmp_path)["4", "1e-4", "Linear", "top-1 %"]["mean"] == "4.50 ± 0.71"
     laid_out = {"rows": ["depth"], "columns": ["connection", "measure"], "measures": ["loss"],
                 "titles": {"depth": "blocks"}, "labels": {"depth": {4: "four"}},
                 "plots": [{"points": {"x": "depth"}}]}
     write({**study, "report": laid_out}, runs, [], tmp_path)
-    assert side_by_side(tmp_path)[("four",), "Orthogonal-F, test loss"] == (
-        "0.5000 ± 0.0000", "+0.0000")
+    row = lines_of(tmp_path)["four", "Orthogonal-F, test loss"]
+    assert (row["mean"], row["difference [95 % CI]"]) == (
+        "0.5000 ± 0.0000", "+0.00 (both pairs have the same difference, no interval)")
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -139,9 +136,9 @@ def test_the_papers_protocol_and_the_last_epoch_are_both_shown(tmp_path):
     for epoch, value in enumerate([10.0, 60.0, 50.0, 70.0, 20.0, 40.0, 30.0]):
         runs[0]["history"] += [{**runs[0]["history"][0], "epoch": epoch + 1, "eval_top1": value}]
     write(study, runs, [], tmp_path)
-    found = side_by_side(tmp_path)
-    assert found[("ViT-S", "Linear"), "digits, top-1 %, five best test epochs"][1] == "50.00 (1 seed)"
-    assert found[("ViT-S", "Linear"), "digits, top-1 %"][1] == "0.00 (1 seed)"
+    found = lines_of(tmp_path)
+    assert found["ViT-S", "Linear", "digits, top-1 %, five best test epochs"]["mean"] == "50.00 (1 seed)"
+    assert found["ViT-S", "Linear", "digits, top-1 %"]["mean"] == "0.00 (1 seed)"
     write({**study, "validation": "hold-out"}, runs, [], tmp_path)
     for told in texts(tmp_path):
         assert "digits, top-1 %, five best hold-out epochs" in told
@@ -153,29 +150,29 @@ def test_probability_has_pearsons_r(tmp_path):
     runs = runs_of("probability")
     expected = scipy.stats.pearsonr([run["cell"]["probability"] for run in runs], [run["top1"] for run in runs])
     write(study_of("probability"), runs, [], tmp_path)
-    assert side_by_side(tmp_path)[("0.5",), "top-1 %"] == ("only in a plot", "82.00 ± 1.00")
+    assert lines_of(tmp_path)["0.5", "top-1 %"]["mean"] == "82.00 ± 1.00"
     assert (f"top-1 %: r = {expected.statistic:+.2f}, p = {expected.pvalue:.2g}, 9 runs; top-5 %: r undefined (9 runs)."
             in texts(tmp_path)[1])
 
 
 def test_switches_are_compared_with_no_switch(tmp_path):
     write(study_of("switch_kept", dataset="torch/cifar10"), runs_of("switch_kept"), [], tmp_path)
-    found = side_by_side(tmp_path)
-    assert found[("Orthogonal → Linear",), "CIFAR-10, top-1 %, five best test epochs"] == (
-        "93.18 ± 0.15", "73.00 ± 1.00")
-    assert found[("Orthogonal → Linear",), "CIFAR-10, top-1 %"] == ("not in the paper", "83.00 ± 1.00")
-    row = differences(tmp_path)["Linear → Orthogonal", "CIFAR-10, top-1 %"]
-    assert (row["against"], row["difference [95 % CI]"]) == ("Linear → Linear", "+1.00")
-    assert len(differences(tmp_path)) == 9
+    found = lines_of(tmp_path)
+    best = found["Orthogonal → Linear", "CIFAR-10, top-1 %, five best test epochs"]
+    assert (best["paper"], best["mean"]) == ("93.18 ± 0.15", "73.00 ± 1.00")
+    last = found["Orthogonal → Linear", "CIFAR-10, top-1 %"]
+    assert (last["paper"], last["mean"]) == ("–", "83.00 ± 1.00")
+    assert found["Linear → Orthogonal", "CIFAR-10, top-1 %"]["difference [95 % CI]"].startswith("+1.00")
+    assert len(found) == 12
 
 
 def test_cka_has_no_baseline(tmp_path):
     write(study_of("representation"), runs_of("representation"), [], tmp_path)
-    found = side_by_side(tmp_path)
-    assert found[("linear CKA with the baseline",), "Orthogonal-F"] == ("0.546", "0.600 ± 0.000")
-    assert found[("linear CKA with the baseline",), "Linear"] == ("–", "–")
-    assert found[("effective rank",), "Linear"] == ("572.9", "11.0 ± 1.0")
-    assert "linear CKA with the baseline" not in [names[0] for names in differences(tmp_path)]
+    found = lines_of(tmp_path)
+    of_cka, of_rank = found["linear CKA with the baseline", "Orthogonal-F"], found["effective rank", "Linear"]
+    assert (of_cka["paper"], of_cka["mean"], of_cka["difference [95 % CI]"]) == ("0.546", "0.600 ± 0.000", "–")
+    assert ("linear CKA with the baseline", "Linear") not in found
+    assert (of_rank["paper"], of_rank["mean"]) == ("572.9", "11.0 ± 1.0")
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
@@ -219,7 +216,7 @@ def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
     assert table[1] == ["orthogonal start", "attention", "1.500 [1.500, 1.500]", "0.100 [0.000, 0.200]"]
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", ["accuracy", "switch_kept", "layer_pattern", "skips_single"])
 def test_report_without_runs_of_the_baseline(name, tmp_path):
     """If no linear run is finished, a report is still written. It has no differences if linear is the baseline."""
     runs = [run for run in runs_of(name, seeds=(0,), epochs=1) if run["connection"] != "linear"]

@@ -1,4 +1,5 @@
-"""reporting/tables.py: means, differences and their readings (such as "higher") in reports on made-up runs."""
+"""reporting/tables.py and report.py: means, differences, the answer and what it says of diverged runs."""
+import csv
 import math
 import random
 import statistics
@@ -7,36 +8,45 @@ from pathlib import Path
 import pytest
 import scipy.stats
 from helpers.made_up_runs import DATA, accuracy, run_of, runs_of, study_of
-from helpers.reports import differences, results, side_by_side, tables_of, texts, write
+from helpers.reports import lines_of, parsed, results, tables_of, texts, write
 
 from timm_ortho.lab.reporting import collect, report
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
+MINE = dict(name="mine", paper="", table="", report={"measures": ["top1"]}, changed=[])
+
+
+def title_of(folder):
+    return parsed(folder).find("body/main/h1").text
 
 
 def test_numbers_are_those_of_the_runs(tmp_path):
     text = write(*accuracy(BOTH), [], tmp_path)
-    last = "digits, top-1 %"
     for connection, name in (("linear", "Linear"), ("feature", "Orthogonal-F")):
         mean, std = statistics.fmean(BOTH[connection]), statistics.stdev(BOTH[connection])
-        assert side_by_side(tmp_path)[("ViT-S", name), last] == ("not in the paper", f"{mean:.2f} ± {std:.2f}")
+        assert lines_of(tmp_path)["ViT-S", name, "digits, top-1 %"]["mean"] == f"{mean:.2f} ± {std:.2f}"
     truth = scipy.stats.ttest_rel(BOTH["feature"], BOTH["linear"])
     low, high = truth.confidence_interval(0.95)
     expected = f"{(low + high) / 2:+.2f} [{low:+.2f}, {high:+.2f}]"
     assert expected in text
-    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %, five best test epochs"]
-    assert row == {
-        "against": "Linear", "difference [95 % CI]": expected, "pooled variance [95 % CI]": expected,
-        "p (Holm)": f"{min(1, 2 * truth.pvalue):.2g}", "reading": "not detected",
-        "half-width; the paper's differences": f"± {(high - low) / 2:.2f}; contains zero and the paper's "
+    row = lines_of(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %, five best test epochs"]
+    assert row["difference [95 % CI]"] == expected
+    assert row["p (Holm)"] == f"{min(1, 2 * truth.pvalue):.2g}"
+    assert row["the paper's difference"] == (
         "+0.79 (CIFAR-10), +1.94 (CIFAR-100), +1.27 (Tiny ImageNet), +1.77 (ImageNet-1k), "
-        "+2.75 (ImageNet-1k (first version))"}
+        "+2.75 (ImageNet-1k (first version))")
     found = results(tmp_path)["summary"][-1]
     assert (found["measure"], found["values"]) == ("top1", BOTH["feature"])
     assert found["difference"]["half_width"] == pytest.approx((high - low) / 2)
     assert found["difference"]["p_holm"] == pytest.approx(min(1, 2 * truth.pvalue))
     assert (found["difference"]["pairs"], found["difference"]["reading"]) == (3, "not detected")
+
+
+def test_the_papers_number_of_the_same_data_set_is_in_the_line(tmp_path):
+    write(*accuracy(BOTH, dataset="torch/cifar10"), [], tmp_path)
+    row = lines_of(tmp_path)["ViT-S", "Orthogonal-F", "CIFAR-10, top-1 %, five best test epochs"]
+    assert (row["paper"], row["the paper's difference"]) == ("90.61 ± 0.21", "+0.79")
 
 
 @pytest.mark.parametrize(("name", "measure", "expected"), [
@@ -54,21 +64,18 @@ def test_studies_have_the_measure_of_the_papers_table(tmp_path, name, measure, e
 
 
 @pytest.mark.parametrize(("feature", "reading"), [
-    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected"),
-    ([90.403, 90.597, 92.0], "not detected")])  # half-width: 1 point
-def test_the_interval_determines_the_reading(tmp_path, feature, reading):
-    study, runs = accuracy({"linear": [90.0, 91.0, 92.0], "feature": feature}, name="mine", paper="", table="",
-                           report={"measures": ["top1"]})
+    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected")])
+def test_the_title_and_the_lead_are_the_answer(tmp_path, feature, reading):
+    study, runs = accuracy({"linear": [90.0, 91.0, 92.0], "feature": feature}, **MINE)
     text = write(study, runs, [], tmp_path)
-    assert differences(tmp_path)["Orthogonal-F", "top-1 %"]["reading"] == reading
     found = results(tmp_path)["summary"][-1]["difference"]
-    told = "No difference between the connections was detected. With 3 pairs" if reading == "not detected" else (
-        f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
-        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3 "
-        "pairs")
-    half = found["half_width"]
-    points = "1 point" if f"{half:.2g}" == "1" else f"{half:.2g} points"
-    assert f"{told} of runs, the half-width of the 95 % interval in top-1 is {points}." in text
+    assert found["reading"] == reading
+    mean, half = found["mean"], found["half_width"]
+    interval = f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+    assert title_of(tmp_path) == f"vit_small on digits, 1 epoch: Orthogonal-F {interval}"
+    told = "The difference was not detected." if reading == "not detected" else (
+        f"1 of 1 difference detected: Orthogonal-F {interval} in top-1 %.")
+    assert f"{told} The 95 % intervals in top-1 % are ± {half:.2g}." in text
 
 
 def test_differences_are_paired_by_seed(tmp_path):
@@ -80,8 +87,9 @@ def test_differences_are_paired_by_seed(tmp_path):
     feature = next(entry for entry in results(tmp_path)["summary"] if entry["cell"]["connection"] == "feature")
     assert (feature["seeds"], feature["mean"]) == ([0, 1, 2], pytest.approx(61.0))
     assert (feature["difference"]["mean"], feature["difference"]["pairs"]) == (pytest.approx(1.5), 2)
-    assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits, top-1 %"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
-    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
+    found = lines_of(tmp_path)
+    assert found["ViT-S", "Linear", "digits, top-1 %"]["mean"] == "85.00 ± 7.07 (2 of 3 seeds)"
+    row = found["ViT-S", "Orthogonal-F", "digits, top-1 %"]
     assert row["difference [95 % CI]"] == "+1.50 [-4.85, +7.85] (2 pairs)"
 
 
@@ -97,88 +105,53 @@ def test_a_baseline_whose_first_seed_failed_is_the_first_row(monkeypatch):
     assert unfinished == ["linear-0 (failed: no space)", "feature-1", "global"]
 
 
-def test_single_seed_has_no_interval(tmp_path):
-    text = write(*accuracy({"linear": [90.0], "feature": [91.0]}), [], tmp_path)
-    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
-    assert list(row.values())[1:] == ["+1.00", "–", "–", "no interval: one pair", "–"]
-    assert "No difference could be tested (one pair): a confidence interval needs at least two" in text
-
-
-@pytest.mark.usefixtures("drawn")
-def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
+@pytest.mark.parametrize(("linear", "feature", "cell", "why"), [
+    ([90.0], [91.0], "+1.00", "one pair"),
+    ([90.0, 91.0], [89.0, 90.0], "-1.00 (both pairs have the same difference, no interval)",
+     "both pairs have the same difference")])
+def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path, linear, feature, cell, why):
     """If all seeds have the same difference, for example of one test image, a t test would give p = 0."""
-    study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0], "global": [89.0, 92.0]},
-                           name="mine", paper="", table="", report={"measures": ["top1"]})
-    text = write(study, runs, [], tmp_path)
-    found = {entry["cell"]["connection"]: entry["difference"] for entry in results(tmp_path)["summary"]}
-    assert [found["feature"][key] for key in ("half_width", "p", "p_holm", "pairs")] == [None, None, None, 2]
-    assert (found["feature"]["mean"], found["feature"]["reading"]) == (
-        -1.0, "no interval: both pairs have the same difference")
-    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # two comparisons
-    row = differences(tmp_path)["Orthogonal-F", "top-1 %"]
-    assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
-    assert row["reading"] == "no interval: both pairs have the same difference"
-    assert "-1.00 (both pairs have the same difference, no interval)" in text
-    assert "No difference between the connections was detected. With 2 pairs of runs" in text
-    assert "1 difference could not be tested: both pairs have the same difference." in text
-    assert "adjusted for 2 comparisons. A difference without interval counts as p = 1." in texts(tmp_path)[0]
-    assert "p and the reading use only the paired differences" in texts(tmp_path)[0]
-    half_width = scipy.stats.t.ppf(0.975, 1) / math.sqrt(2)
-    assert f"in standard deviations of the differences, by number of seeds: {half_width:.1f} with 2." in (
-        texts(tmp_path)[0])
-    study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
-    text = write(study, runs, [], tmp_path)
-    assert "No difference could be tested (both pairs have the same difference)" in text
+    text = write(*accuracy({"linear": linear, "feature": feature}, **MINE), [], tmp_path)
+    row = lines_of(tmp_path)["Orthogonal-F",]
+    assert row == {"mean": row["mean"], "difference [95 % CI]": cell}
+    assert f"1 difference could not be tested: {why}." in text
     assert "LayerScale" not in text
+    assert title_of(tmp_path) == f"vit_small on digits, 1 epoch: Orthogonal-F {cell}"
+
+
+def test_equal_accuracies_hint_at_layer_scale(tmp_path):
     text = write(*accuracy({"linear": [90.0, 91.0], "feature": [90.0, 91.0]}), [], tmp_path)
-    assert "that vary. If the model has LayerScale, its branches may be too small: see docs/settings.md." in text
+    assert "If the model has LayerScale, its branches may be too small: see docs/settings.md." in text
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
     """Orthogonal-F differs detectably. Orthogonal-G differs equally for all seeds. The top-1 of Hybrid is nan."""
     study, runs = accuracy(
         {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
-         "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})
+         "hybrid": [math.nan] * 3}, **MINE)
     write(study, runs, [], tmp_path)
     lead = results(tmp_path)["lead"]
-    assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
-    assert "1 difference could not be tested: all 3 pairs have the same difference." in lead
-    assert "1 difference could not be tested: no pair of finite runs." in lead
-    assert "adjusted for 2 comparisons." in texts(tmp_path)[0]  # without Hybrid
+    assert lead.startswith("1 of 3 differences detected: Orthogonal-F -10.00 [")
+    assert lead.endswith(
+        "2 differences could not be tested: all 3 pairs have the same difference; no pair of finite runs.")
+    assert "comparisons of the study (2)" in texts(tmp_path)[0]  # without Hybrid
 
 
-@pytest.mark.parametrize(("classes", "metrics"), [(5, ["top-1 %"]), (6, ["top-1 %", "top-5 %"])])
+@pytest.mark.parametrize(("classes", "metrics"), [(5, 1), (6, 2)])
 def test_top5_of_five_classes_is_no_metric(tmp_path, classes, metrics):
-    study, runs = accuracy(BOTH, name="mine", paper="", table="", data={**DATA, "classes": classes},
-                           report={"plots": [{"curves": {"column": "eval_top5"}}, {"points": {"x": "connection"}}]})
+    study, runs = accuracy(BOTH, **{**MINE, "report": {
+        "plots": [{"curves": {"column": "eval_top5"}}, {"points": {"x": "connection"}}]}},
+        data={**DATA, "classes": classes})
     write(study, runs, [], tmp_path)
-    assert [metric for _, metric in differences(tmp_path)] == metrics
-    assert f"adjusted for {len(metrics)} comparison" in texts(tmp_path)[0]
+    assert len(lines_of(tmp_path)) == 2 * metrics
     every_run = next(table for table in tables_of(tmp_path) if table[0][:2] == ["run", "seed"])
-    assert ("top-5 %" in every_run[0]) == (tmp_path / "figures" / "curves.svg").exists() == (len(metrics) == 2)
-    assert ("top-5" in texts(tmp_path)[0]) == (len(metrics) == 2)
+    assert ("top-5 %" in every_run[0]) == (tmp_path / "figures" / "curves.svg").exists() == (metrics == 2)
+    assert ("top-5" in texts(tmp_path)[0]) == (metrics == 2)
 
 
 def test_each_study_is_adjusted_by_itself(tmp_path):
     report.write([report.Part.of(*accuracy(BOTH), []) for _ in range(2)], tmp_path)
-    assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
-
-
-@pytest.mark.parametrize(("gains", "told"), [
-    ((3.0, 0.0), "1 of 2 differences between the connections was detected: Orthogonal-F +3.00 ["),
-    ((-3.0, 4.0), "2 of 2 differences between the connections were detected: Orthogonal-F -3.00 ["),
-])
-def test_the_answer_names_what_was_detected(tmp_path, gains, told):
-    noise = [(0.0, 0.0, 0.0, 0.0), (0.01, -0.01, 0.02, -0.02), (0.03, -0.01, -0.03, 0.01)]
-    top1 = {connection: [90.0 + seed + gain + noisy[seed] for seed in range(4)] for connection, gain, noisy in zip(
-        ("linear", "feature", "global"), (0.0, *gains), noise, strict=True)}
-    study, runs = accuracy(top1, name="mine", paper="", table="", report={"measures": ["top1"]})
-    write(study, runs, [], tmp_path)
-    lead = results(tmp_path)["lead"]
-    assert lead.startswith(told)
-    halves = [entry["difference"]["half_width"] for entry in results(tmp_path)["summary"][1:]]
-    assert (f"With 4 pairs of runs, the half-width of the 95 % intervals in top-1 is {statistics.median(halves):.2g} "
-            f"points (median; {min(halves):.2g} to {max(halves):.2g}).") in lead
+    assert "adjusted for the comparisons of the study (2, 2)" in texts(tmp_path)[0]
 
 
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
@@ -189,23 +162,35 @@ def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
             for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, -1.2, 0.1))]
     study = study_of("mine", paper="", table="", axes=axis, report={"measures": ["top1"]})
     text = write(study, runs, [], tmp_path)
-    assert "No difference between the connections was detected" in text
-    assert "Without adjustment for 20 comparisons, 1 difference would be detected." in text
-    assert differences(tmp_path)["0", "Orthogonal-F", "top-1 %"]["reading"] == "higher, but not after Holm's adjustment"
+    assert "None of 20 differences was detected." in text
+    assert title_of(tmp_path) == "What about mine?"  # many comparisons have no short answer
     assert results(tmp_path)["summary"][1]["difference"]["reading"] == "higher"
 
 
-def test_features_that_are_not_finite_are_named(tmp_path):
-    """The features of a diverged run are null in its `result.json`."""
-    study, runs = study_of("representation"), runs_of("representation")
-    for run in runs:
-        if run["connection"] == "feature":
-            run["representation"] = dict.fromkeys(run["representation"])
+def test_the_csv_has_a_row_for_each_run_epoch_and_metric(tmp_path):
+    study, runs = study_of("learning_rate"), runs_of("learning_rate")
     write(study, runs, [], tmp_path)
-    here = {row: value for ((row,), column), (_, value) in side_by_side(tmp_path).items() if column == "Orthogonal-F"}
-    assert here == {
-        **dict.fromkeys(["effective rank", "spectral entropy", "feature standard deviation"], "not finite (3 runs)"),
-        "linear CKA with the baseline": "not run"}
+    with open(tmp_path / "history.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["study", "lr", "connection", "seed", "epoch", "metric", "value"]
+    assert len(rows) == sum(len(row) - 1 for run in runs for row in run["history"])
+    last = [float(row["value"]) for row in rows if (row["epoch"], row["metric"]) == ("3", "eval_top1")]
+    assert last == [run["top1"] for run in runs]
+    assert [link.get("href") for link in parsed(tmp_path).iter("a")] == ["history.csv"]
+
+
+# --------------------------------------------------------------------------------------------- diverged runs
+@pytest.mark.parametrize("connections", [["feature"], ["linear"], ["linear", "feature"]])
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_a_connection_without_accuracies_is_named(tmp_path, connections, missing):
+    study, runs = accuracy(BOTH, **MINE, data=DATA)
+    for run in runs:
+        if run["connection"] in connections:
+            run.update(top1=missing, loss=missing, best_top1=missing)
+    text = write(study, runs, [], tmp_path)
+    assert "not finite (3 runs)" in text
+    assert "1 difference could not be tested: no pair of finite runs." in text
+    assert title_of(tmp_path).endswith(": Orthogonal-F no pair of finite runs")
 
 
 @pytest.mark.usefixtures("drawn")
@@ -218,11 +203,23 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
             for row in run["history"]:
                 row.update(eval_top1=missing, train_loss=missing)
     write(study, runs, [], tmp_path)
-    found, rows = side_by_side(tmp_path), differences(tmp_path)
-    assert found[("all",), "top-1 %"] == ("52.98 ± 0.45", "not finite (3 runs)")
-    assert found[("0,1",), "top-1 %"][1] == "82.00 ± 1.41 (1 of 3 not finite)"
-    assert list(rows["0,1", "top-1 %"].values())[:2] == ["blocks = none", "+1.00 (2 pairs)"]
-    assert rows["all", "top-1 %"]["reading"] == "no pair of finite runs"
+    found = lines_of(tmp_path)
+    assert found["all", "top-1 %"]["mean"] == "not finite (3 runs)"
+    assert found["all", "top-1 %"]["difference [95 % CI]"] == "no pair of finite runs"
+    assert found["0,1", "top-1 %"]["mean"] == "82.00 ± 1.41 (1 of 3 not finite)"
+    assert found["0,1", "top-1 %"]["difference [95 % CI]"].startswith("+1.00")
     told, _ = texts(tmp_path)
     assert "Diverged, with a loss that is not finite: layers = all, Orthogonal-F, seed 0; layers = 0,1" in told
     assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))
+
+
+def test_features_that_are_not_finite_are_named(tmp_path):
+    """The features of a diverged run are null in its results."""
+    study, runs = study_of("representation"), runs_of("representation")
+    for run in runs:
+        if run["connection"] == "feature":
+            run["representation"] = dict.fromkeys(run["representation"])
+    write(study, runs, [], tmp_path)
+    here = {row: line["mean"] for (row, column), line in lines_of(tmp_path).items() if column == "Orthogonal-F"}
+    assert here == dict.fromkeys(
+        ["effective rank", "spectral entropy", "feature standard deviation"], "not finite (3 runs)")

@@ -4,7 +4,6 @@ import json
 import pytest
 import timm
 import torch
-import yaml
 from helpers.tiny_study import in_this_process
 
 from timm_ortho import cli, sites
@@ -18,8 +17,7 @@ TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
 def test_recipe_is_the_papers(data):
-    path = recipe.shipped()[f"skipnet_{data}"]
-    values, given = yaml.safe_load(path.read_text()), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
+    values, given = recipe.load(f"skipnet_{data}"), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
     # timm's optimizer "sgd" uses Nesterov momentum, and its optimizer "momentum" uses plain momentum.
     assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
@@ -28,9 +26,10 @@ def test_recipe_is_the_papers(data):
     assert values["hflip"] == given["hflip"]
     assert values.get("val_split", "validation") == ("test" if data == "svhn" else "validation")
     assert values.get("no_aug", False) is (given["crop"] is None)
+    text = " ".join(recipe.text(f"skipnet_{data}").split("\n# "))
     for skip, figures in NUMBERS["skips_branch4"]["20"].items():
         mean, std = figures[data]
-        assert f"{NUMBERS['skips'][skip]:<20} {mean:.2f} +- {std:.2f}" in path.read_text()
+        assert f"{NUMBERS['skips'][skip]} {mean:.2f} +- {std:.2f}" in text
     assert timm.is_model(values["model"])
 
 

@@ -139,4 +139,4 @@ def test_the_study_in_the_guide_runs_and_its_tables_have_all_keys(tmp_path):
     keys, of_report = ({name for row in re.findall("^[|] (`.*?) [|]", table, re.MULTILINE)
                         for name in re.findall("`(.*?)`", row)} for table in guide.split("The keys of `report`"))
     assert keys == {*design._KEYS, "extends", "scales"}
-    assert of_report == layout.Layout.__dataclass_fields__.keys() - {"study", "generic"}
+    assert of_report == layout.Layout.__dataclass_fields__.keys() - {"study"}

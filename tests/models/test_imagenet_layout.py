@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from timm_ortho.lab.planning.recipe import shipped
+from timm_ortho.lab.planning.recipe import text
 
 ROOT = Path(__file__).parents[2]
 TIMM_DIR = os.environ.get("TIMM_DIR")
@@ -50,7 +50,7 @@ def imagenet(tmp_path_factory):
 
 def called(*words, cwd=None):
     """Run a command on the CPU, and return its output."""
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([str(word) for word in words], env=environment, cwd=cwd, text=True, timeout=600,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-9000:]
@@ -60,23 +60,26 @@ def called(*words, cwd=None):
 @pytest.mark.parametrize("recipe", RUNS)
 def test_train_resume_validate_and_push(imagenet, tmp_path, recipe):
     model, kwargs = RUNS[recipe]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text(recipe), encoding="utf-8")
     sizes = ["--img-size", "32", "--model-kwargs", *kwargs]
 
-    def train(epochs):
+    def train(epochs, *resumed):
         return called(
-            "bash", ROOT / "scripts" / "train.sh", recipe, model, imagenet, *sizes, "--epochs", epochs,
+            sys.executable, Path(TIMM_DIR, "train.py"), "-c", file, "--model", model, "--data-dir", imagenet,
+            *sizes, "--device", "cpu", *resumed, "--epochs", epochs,
             "--warmup-epochs", "0", "-b", "8", "--train-img-sizes", "32", "--train-batches-per-epoch", "3",
             "--validation-batch-size", "250", "--workers", "0", "--output", tmp_path, "--experiment", "run")
 
     assert "Train: 0 [   2/3 (100%)]" in train(1)
     run = tmp_path / "run"
     assert (run / "last.pth.tar").is_file()
-    assert "--resume" in train(2)
+    train(2, "--resume", run / "last.pth.tar")
     with open(run / "summary.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["epoch"] != "epoch"]
     assert [row["epoch"] for row in rows] == ["0", "1"]
     options = yaml.safe_load((run / "args.yaml").read_text())
-    given = yaml.safe_load(shipped()[recipe].read_text(encoding="utf-8"))
+    given = yaml.safe_load(text(recipe))
     changed = {"model", "batch_size", "epochs", "warmup_epochs"}
     assert {key: options[key] for key in given.keys() - changed} == {key: given[key] for key in given.keys() - changed}
 

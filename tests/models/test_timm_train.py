@@ -25,9 +25,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import timm_ortho
-from timm_ortho.lab.paper import experiments
-from timm_ortho.lab.planning.recipe import shipped
-from timm_ortho.lab.train_options import DEVICE_OPTIONS
+from timm_ortho.lab.planning.recipe import shipped, text
 
 TIMM_DIR = os.environ.get("TIMM_DIR")
 pytestmark = [
@@ -236,18 +234,24 @@ print(json.dumps(parsed))
 """
 
 
+def written(name, folder):
+    path = folder / f"{name}.yaml"
+    path.write_text(text(name), encoding="utf-8")
+    return path
+
+
 def test_every_recipe_is_parsed(scripts, tmp_path):
-    """train.py's parser has each key of each recipe, except the options for images on the device."""
+    """train.py's parser has each key of each recipe."""
     (tmp_path / "parse.py").write_text(PARSE)
-    paths = {name: str(shipped()[name]) for name in experiments()}
+    paths = {name: str(written(name, tmp_path)) for name in shipped()}
     parsed = json.loads(call([tmp_path / "parse.py", scripts / "train.py", *paths.values()], tmp_path).splitlines()[-1])
     plain = parsed.pop("")
-    assert len(parsed) == len(paths) == 21
+    assert len(parsed) == len(paths) == 29
     for path in paths.values():
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         expected = {**plain, **values}
         assert {key: parsed[path][key] for key in expected} == expected
-        assert values.keys() - plain.keys() <= DEVICE_OPTIONS.keys()
+        assert values.keys() <= plain.keys()
 
 
 SHRUNK = {
@@ -260,10 +264,11 @@ SHRUNK = {
 @pytest.mark.parametrize("sibling", ["", "_linear"])
 def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
     """Train with a recipe, but with other images, a smaller model and only one epoch."""
-    model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
+    recipe = written(name, tmp_path)
+    model = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]
     if sibling:
         model = model.rsplit("_", 1)[0] + sibling
-    call([scripts / "train.py", "-c", shipped()[name], "--model", model, "--data-dir", images, "--dataset", "",
+    call([scripts / "train.py", "-c", recipe, "--model", model, "--data-dir", images, "--dataset", "",
           "--device", "cpu", "--epochs", "1", "-b", "40", "--workers", "0", "--model-kwargs", *SHRUNK[name],
           "--output", tmp_path, "--experiment", "run"], scripts)
     with open(tmp_path / "run" / "summary.csv", newline="") as file:

@@ -44,23 +44,15 @@ def test_the_tables_of_speed(tmp_path):
         operator_row("both", "torch", ratio_p50="1.5", appendix_ratio_p50="0.4"),
         operator_row("forward", "torch", share_of_copy="0.61"), operator_row("backward", "torch", share_of_copy="0.7"),
         operator_row("both", "triton", note="no GPU"),
-        *(dict(what="launch", shape="1x1x32", step="inference", candidate=name, ms_p50=ms)
-          for name, ms in (("linear", "0.0032"), ("appendix", "0.025"))),
-        *(dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate=name, ms_p50=ms,
-               ratio_p20="1.1", ratio_p50="1.2", ratio_p80="1.3", appendix_ratio_p20="0.8", appendix_ratio_p50="0.9",
-               appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
     ])
-    model, operator, launch, *others = lines_of(tmp_path, "CPU, Some CPU")
+    model, operator = lines_of(tmp_path, "CPU, Some CPU")
     on = "CPU, Some CPU"
     assert model == [on, "vit_small_ortho, 16", "tokens, float32", "1.300 [1.290, 1.320]", "0.980 [0.970, 1.000]",
                      *["not measured"] * 2, "1.004", "1.137", "not measured"]
-    assert launch == [on, "1x1x32", "inference", "3.2", "25.0", *["not measured"] * 5]
-    assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
-    assert others[0][-3:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]", "not measured"]
     assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
     cells = dict(zip(speed.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
-    assert speed.unmeasured(speed.rows_of(tmp_path)) == "Not measured on a GPU: models, operator and launch."
+    assert speed.unmeasured(speed.rows_of(tmp_path)) == "Not measured on a GPU: models and operator."
     assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
             "commit 0123456789ab with changes, 2026-01-02") in speed.section(speed.rows_of(tmp_path))
 
@@ -75,8 +67,7 @@ def test_rows_of_a_gpu(tmp_path):
     assert (model[1], model[-1]) == ("vit_small_ortho(depth=2), 16", "1.002")
     assert operator[-1] == "8.0 (triton)"
     text = speed.section(speed.rows_of(tmp_path))
-    assert text.startswith(
-        "Not measured on a GPU: launch. Not measured on a CPU: models, operator and launch.\n\n| on |")
+    assert text.startswith("Not measured on a CPU: models and operator.\n\n| on |")
     assert "driver 570.1, torch 2.9" in text
 
 

@@ -11,9 +11,7 @@ would bring the ratio closer to 1. On a GPU, the settings are as in timm's train
 tensors may use TF32, and cuDNN searches for its fastest convolution. In half precision, the operator's tensors have the
 half-precision dtype, and models use autocast.
 
-The part `launch` measures the overhead of starting operations on small tensors. It does not flush the cache before a
-call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache. The part
-`operator` measures the opposite on a GPU: the time of the kernels without their launches.
+On a GPU, the part `operator` measures the time of the kernels without their launches.
 """
 import gc
 import os
@@ -27,7 +25,6 @@ from tqdm import tqdm
 from .._text import svg_text
 from . import results
 from .clock import BUSY, Clock, Group, as_in_training, measure
-from .launch import launch_groups
 from .models import model_groups
 from .operator import operator_groups
 from .options import BenchError, resolve
@@ -42,7 +39,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
 
     Args:
         requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
-            `quick`, `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
+            `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.
@@ -62,7 +59,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     0
     """
     options = resolve(requested)
-    groups = [*operator_groups(options), *model_groups(options), *launch_groups(options)]
+    groups = [*operator_groups(options), *model_groups(options)]
     machine = results.machine(options.device, environment, command)
     _check_writable(output)
     rows, status = [], 0
@@ -97,16 +94,10 @@ def write_plot(folder: Path, rows: Sequence[results.Measurement]) -> str:
 
 
 def _rows(group: Group, options: Namespace) -> list[results.Measurement]:
-    part, threads = group.labels["what"], torch.get_num_threads()
-    launch, busy = part == "launch", part == "operator" and options.device.type == "cuda"
-    torch.set_num_threads(1 if launch else threads)
-    try:
-        clock = Clock(options.device, flushes=0 if launch else BUSY if busy else 1)
-        measured = measure(group.build(), options.repeats * (5 if launch else 1), clock,
-                          most_calls=2000 if launch else 5 if busy else 50)
-        return results.rows(group.labels, group.images, measured)
-    finally:
-        torch.set_num_threads(threads)
+    busy = group.labels["what"] == "operator" and options.device.type == "cuda"
+    clock = Clock(options.device, flushes=BUSY if busy else 1)
+    measured = measure(group.build(), options.repeats, clock, most_calls=5 if busy else 50)
+    return results.rows(group.labels, group.images, measured)
 
 
 def _check_writable(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Time functions in turns, and measure their memory and the bytes that autograd saves for the backward pass.
 
-Before each call, the cache is flushed by writing a buffer larger than most last-level caches, except in the part
-`launch`. Calls are timed by CUDA events on a GPU and by the performance counter on a CPU. A GPU writes the buffer
-`BUSY` times before a call of the part `operator`. This takes longer than Python needs to issue the call, so that the
-time between the events is the time of the kernels alone.
+Before each call, the cache is flushed by writing a buffer larger than most last-level caches. Calls are timed by CUDA
+events on a GPU and by the performance counter on a CPU. A GPU writes the buffer `BUSY` times before a call of the part
+`operator`. This takes longer than Python needs to issue the call, so that the time between the events is the time of
+the kernels alone.
 """
 import time
 from contextlib import contextmanager

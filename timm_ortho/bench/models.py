@@ -15,7 +15,6 @@ from ..convert import connect
 from ..functional import choose_backend
 from ..model_sites import sites
 from .clock import Candidate, Group, compiled
-from .operator import PASTED
 from .options import DTYPES, MODEL_STEPS, Architecture, shape_label
 
 
@@ -29,14 +28,13 @@ def model_groups(options: Namespace) -> list[Group]:
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """
-    return [model_group("models", options.device, model, *how) for model in options.models
+    return [_model_group(options.device, model, *how) for model in options.models
             for how in product(model.layouts, options.dtypes, options.modes, MODEL_STEPS)]
 
 
-def model_group(
-        part: str, device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str,
-) -> Group:
-    labels = dict(what=part, model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
+def _model_group(
+        device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str) -> Group:
+    labels = dict(what="models", model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
                   dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
     build = partial(_model_candidates, architecture, device, layout, DTYPES[dtype], mode, step)
     return Group(labels, architecture.batch[0], build)
@@ -60,13 +58,8 @@ def _models(architecture: Architecture) -> dict[str, nn.Module]:
             torch.manual_seed(0)
             return timm.create_model(variant, **{**architecture.arguments, **arguments})
 
-    ortho = f"{architecture.base}_ortho"
-    models = {"linear": connect(seeded(ortho), "linear")}
-    for name, formula in PASTED.items() if architecture.pasted else ():
-        models[name] = connect(seeded(ortho), "linear")
-        for site in sites(models[name]):
-            site.connection.forward = lambda x, f, attn_mask=None, formula=formula: formula(x, f, -1)
-    return {**models, **{name: seeded(variant, **own) for name, (variant, own) in architecture.variants.items()}}
+    variants = {name: seeded(variant, **own) for name, (variant, own) in architecture.variants.items()}
+    return {"linear": connect(seeded(f"{architecture.base}_ortho"), "linear"), **variants}
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:

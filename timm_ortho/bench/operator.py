@@ -15,7 +15,6 @@ from .options import PAIRS, STEPS, shape_label
 EPS = 1e-6
 
 
-
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
     """Compute the update as Appendix F of the paper does: sums in the dtype of x, division in float32.
 
@@ -31,20 +30,6 @@ def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) 
     if dim is None:
         s = s.reshape(-1, *[1] * (x.dim() - 1))
     return x + (f - s * x)
-
-
-def shortest_update(x: Tensor, f: Tensor, dim: int, eps: float = EPS) -> Tensor:
-    """Compute the update in its shortest form, without a custom backward pass.
-
-    >>> shortest_update(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]]), dim=-1)
-    tensor([[2.0000, 1.0000]])
-    """
-    s = (x * f).sum(dim, True) / ((x * x).sum(dim, True) + eps)
-    return x + f - s * x
-
-
-# formulas that are short enough to paste into a model, for comparison with this package's connections
-PASTED = {"appendix": appendix_update, "shortest": shortest_update}
 
 
 def operator_groups(options: Namespace) -> list[Group]:

@@ -15,7 +15,7 @@ from ..skips import SKIPS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # dtypes of x and f in the part `operator`; under autocast, a ViT's stream stays in float32
 PAIRS = {**{name: (dtype, dtype) for name, dtype in DTYPES.items()}, "mixed": (torch.float32, torch.bfloat16)}
-PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
+PARTS, SCOPES, STEPS = ("operator", "models"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "compiled"), ("training", "inference")
 
 # Defaults by device. Shapes with three axes are batch, tokens and channels. Shapes with four axes are batch, channels,
@@ -31,13 +31,8 @@ DEFAULTS = {
                 "vit_base_patch16_224_ortho:128", "resnetv2_50_ortho:128"),
         batch_size=128, repeats=20, copy_bytes=512 << 20),
 }
-# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, which SHORT reduces.
-QUICK = dict(
-    shapes=("4x197x384",), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
-    models=("vit_small_ortho", "resnetv2_18_cifar_ortho"))
-SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
 # Options that DEFAULTS does not contain.
-OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups", "modes")
+OPTIONAL = ("device", "img_size", "model_kwargs", "skips", "groups", "modes")
 
 
 class BenchError(UserError, ValueError):
@@ -53,7 +48,6 @@ class Architecture(NamedTuple):
         arguments: Arguments of `timm.create_model`.
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
-        pasted: Whether to also measure the model with the formulas of `operator.PASTED` as its connections.
     """
 
     base: str
@@ -61,7 +55,6 @@ class Architecture(NamedTuple):
     arguments: Mapping[str, Any]
     batch: tuple[int, ...]
     layouts: Sequence[str]
-    pasted: bool = False
 
     @property
     def label(self) -> str:
@@ -88,8 +81,8 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     """
     _check_known("option", requested, (*DEFAULTS["cpu"], *OPTIONAL))
     requested = {key: value for key, value in requested.items() if value is not None}
-    quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
-    options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
+    device = _device(requested.pop("device", None))
+    options = Namespace(**{**DEFAULTS[device.type], **requested}, device=device)
     skips = requested.get("skips", ())
     _check_known("part", options.what, PARTS)
     _check_known("scope", options.scopes, SCOPES)
@@ -99,16 +92,12 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     options.modes = requested.get("modes") or (MODES if options.compile else MODES[:1])
-    if "inductor" in options.modes:
-        raise BenchError("backend 'inductor' was removed: compile the whole model with torch.compile (--modes "
-                         "compiled), or choose 'torch' or 'auto'")
     _check_known("mode", options.modes, MODES)
     options.shapes = [_shape(text) for text in options.shapes]
-    short = SHORT if quick and "models" not in requested else {}
     options.models = [
         architecture(
-            name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})},
-            skips, requested.get("groups", ()))
+            name, batch, requested.get("img_size"), requested.get("model_kwargs", {}), skips,
+            requested.get("groups", ()))
         for name, batch in _batches(options.models if "models" in options.what else (), options.batch_size,
                                     overrides="batch_size" in requested)]
     return options

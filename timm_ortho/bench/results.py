@@ -5,7 +5,6 @@
 | `ms` | milliseconds of one call |
 | `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`, where `linear` does nothing |
 | `appendix_ratio` | `ms` divided by `ms` of the formula in the paper's appendix; 0.25 means four times as fast |
-| `shortest_ratio` | `ms` divided by `ms` of `shortest_update`, the shortest formula; only in the part `launch` |
 | `images_per_s` | images that a model processes per second; only for models |
 | `gb_per_s` | gigabytes (1e9 bytes) that a call must read and write, divided by its seconds |
 | `share_of_copy` | `gb_per_s` divided by `gb_per_s` of copying a large tensor in the same repetition |
@@ -14,7 +13,7 @@
 | `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
 | `saved_ratio` | `saved_bytes` divided by `saved_bytes` of `linear` |
 
-The first four metrics have the quantiles p20, p50 and p80 over the repetitions. The remaining metrics are medians or
+The first three metrics have the quantiles p20, p50 and p80 over the repetitions. The remaining metrics are medians or
 single values. None marks a value that could not be measured, and "" marks a value that does not apply. If a candidate
 failed, all its metrics are None. None and "" are empty cells in the CSV.
 """
@@ -34,7 +33,7 @@ from ..run_folder import made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 METRICS = (
-    *(f"{name}_{q}" for name in ("ms", "ratio", "appendix_ratio", "shortest_ratio") for q in QUANTILES),
+    *(f"{name}_{q}" for name in ("ms", "ratio", "appendix_ratio") for q in QUANTILES),
     "images_per_s", "gb_per_s", "share_of_copy", "peak_memory", "peak_ratio", "saved_bytes", "saved_ratio",
 )
 LABELS = ("what", "model", "shape", "layout", "scope", "dtype", "mode", "step")
@@ -94,9 +93,8 @@ def _row(labels: Mapping[str, str], images: int, result: Result, by_name: Mappin
     if result.name != "copy":
         if row["step"] != "backward":
             row |= _spread("ratio", _over(result, linear))
-        for name in ("appendix", "shortest"):
-            if name in by_name:
-                row |= _spread(f"{name}_ratio", _over(result, by_name[name]))
+        if "appendix" in by_name:
+            row |= _spread("appendix_ratio", _over(result, by_name["appendix"]))
     if images:
         row["images_per_s"] = 1e3 * images / row["ms_p50"]
     if result.moved:
@@ -171,13 +169,6 @@ TABLES = {  # part -> header of the table -> column of bench.csv, or function th
         "peak memory": lambda row: _cell(row, "peak_memory", "{:,.0f} MiB", 2**20),
         "peak over linear": lambda row: _cell(row, "peak_ratio", "{:.4f}"), "note": "note",
     },
-    "launch": {
-        "model": "model", "shape": "shape", "step": "step", "candidate": "candidate", "backend": "backend",
-        "us": lambda row: _cell(row, "ms_p50", "{:.1f}", 1e-3),
-        "us over linear [p20, p80]": lambda row: _interval(row, "ratio"),
-        "us over appendix [p20, p80]": lambda row: _interval(row, "appendix_ratio"),
-        "us over shortest [p20, p80]": lambda row: _interval(row, "shortest_ratio"), "note": "note",
-    },
 }
 
 
@@ -194,10 +185,10 @@ def _interval(row: Measurement, name: str) -> str:
 def tables(rows: Sequence[Measurement]) -> str:
     """Return a text table for each part.
 
-    >>> labels = dict(what="launch", model="", shape="1x1x32", step="inference")
-    >>> text = tables(rows(labels, 0, [Result("linear", ms=[0.002], once={"backend": "torch"})]))
-    >>> text.splitlines()[-1].split()[:5]
-    ['1x1x32', 'inference', 'linear', 'torch', '2.0']
+    >>> labels = dict(what="models", model="vit", layout="tokens", dtype="float32", mode="eager", step="inference")
+    >>> text = tables(rows(labels, 8, [Result("linear", ms=[2.0], once={"backend": "torch"})]))
+    >>> text.splitlines()[-1].split()[5:9]
+    ['linear', 'torch', '2.0', '1.000']
     """
     return "\n\n".join(_table([row for row in rows if row["what"] == part], part) for part in TABLES
                        if any(row["what"] == part for row in rows))

@@ -2,8 +2,8 @@
 
 | module | purpose |
 | --- | --- |
-| `commands` | contains the functions behind `timm-ortho study`, `timm-ortho compare` and `timm-ortho cost` |
-| `costs` | measures parameters, FLOPs and throughput of models, and trains nothing |
+| `commands` | contains the functions behind `timm-ortho study` and `timm-ortho compare` |
+| `costs` | puts parameters, FLOPs and throughput of models beside the paper's tables (`timm-ortho cost`) |
 | `reporting` | makes tables, plots and a page from run folders |
 | `planning` | makes one folder for each run of a study, which is defined by a YAML file |
 | `running` | trains each run in a process of its own, with the lab's own loop or with timm's `train.py` |

@@ -1,4 +1,4 @@
-"""The functions behind `timm-ortho study`, `timm-ortho compare` and `timm-ortho cost`."""
+"""The functions behind `timm-ortho study` and `timm-ortho compare`."""
 import json
 import shlex
 import sys
@@ -11,8 +11,6 @@ import torch
 
 from .._text import aligned
 from . import LabError, refuse_links
-from .costs import cost_report
-from .costs.cost_report import cost
 from .folder import RunPlan, is_at_work, read_as, work_on
 from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import STUDY, StudyPlan, plan, points_of, read
@@ -28,7 +26,7 @@ from .running.timm_script import command as train_command
 _SMALL = 1_000_000  # a model with fewer parameters trains with one thread, see _threads_for
 
 __all__ = [
-    "Request", "Slurm", "comparison", "cost", "listing", "load", "make_plan", "report_on", "run", "status",
+    "Request", "Slurm", "comparison", "listing", "load", "make_plan", "report_on", "run", "status",
 ]
 
 
@@ -71,8 +69,7 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
     planned = _planned(request)
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
-    print("\n".join([*(f"left out: {line}" for line in planned.left_out), *planned.memory,
-                     f"planned: {planned.folder}"]))
+    print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
     if slurm is not None and planned.runs:
         print(f"for sbatch: {slurm.script(planned.folder, planned.runs)}")
     return planned
@@ -124,8 +121,8 @@ def run(
         if value is not None and value < 1:
             raise LabError(f"{option} must be at least 1, got {value}")
     planned = _planned(request)
-    for line in [*(f"left out: {line}" for line in planned.left_out), *planned.memory]:
-        print(f"timm-ortho: {line}", file=sys.stderr)
+    for line in planned.left_out:
+        print(f"timm-ortho: left out: {line}", file=sys.stderr)
     if threads is None and request.design.is_comparison:
         threads = _threads_for(next(iter(planned.runs.values())))
     for folder in (planned.folder / name for name in planned.runs):
@@ -186,14 +183,14 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     if len(folders) == 1 and folders[0].suffix == ".json":
         output = output or folders[0].parent
         parts = read_as(folders[0], lambda text: _parts(json.loads(text)), "choose the results.json of a report")
-        text = _report(parts, output)
+        text = report.write(parts, output)
     else:
         output = output or folders[0]
         parts = collect(folders)
         own = [folder for folder in parts  # other folders may be read-only
                if (folder / STUDY).is_file() and folder.resolve() == output.resolve()]
         refuse_links(*(folder / point["run"] for folder in own for point in read(folder)["places"]))
-        text = _report(list(parts.values()), output)
+        text = report.write(list(parts.values()), output)
         for folder in own:
             card_file.write(folder, parts[folder])
     if opened:
@@ -204,13 +201,3 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
 def _parts(results: Mapping[str, Any]) -> list[Part]:
     return [Part.of(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
             for part in results.get("parts", [results])]
-
-
-def _report(parts: Sequence[Part], folder: Path) -> str:
-    costs = [part for part in parts if part.study.get("kind", "training") != "training"]
-    if not costs:
-        return report.write(parts, folder)
-    if len(parts) > 1:
-        raise LabError(f"the table of costs '{costs[0].study['name']}' cannot be in a report of several studies: "
-                       "report it alone")
-    return cost_report.write(costs[0].study, costs[0].runs, folder)

@@ -56,10 +56,15 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 @cache
+def timm_options() -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of timm's `train.py` by name, with the keys above."""
+    return json.loads(files(__package__).joinpath("recipes", "train_options.json").read_text(encoding="utf-8"))
+
+
+@cache
 def known_options() -> Mapping[str, Mapping[str, Any]]:
     """Return the options of timm's `train.py` and of the lab's own loop by name, with the keys above."""
-    file = files(__package__).joinpath("recipes", "train_options.json")
-    return {**json.loads(file.read_text(encoding="utf-8")), **DEVICE_OPTIONS, **_WEIGHTS}
+    return {**timm_options(), **DEVICE_OPTIONS, **_WEIGHTS}
 
 
 def defaults() -> dict[str, Any]:

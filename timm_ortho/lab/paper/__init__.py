@@ -57,14 +57,6 @@ def name(dimension: str, key: str) -> str:
     return entry if isinstance(entry, str) else entry["name"]
 
 
-def recipe_deviations(recipe: str) -> Mapping[str, str]:
-    """Return a reason for each option of a recipe that cannot have the paper's value."""
-    if recipe in experiments():
-        return experiments()[recipe].recipe.get("deviations", {})
-    network, _, data = recipe.partition("_")
-    return numbers()["skip_recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
-
-
 def architecture(model: str) -> str | None:
     """Return the key of a model in `paper.json`, or None if the paper does not have the model.
 
@@ -101,8 +93,8 @@ class Experiment:
         recipes = numbers()["recipes"]
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
         shared = {key: value for key, value in recipe.items() if key not in numbers()["datasets"]}
-        deviations = {**recipe.get("deviations", {}), **recipe[self.dataset].get("deviations", {})}
-        return {**shared, **recipe[self.dataset], "deviations": deviations}
+        comments = {**recipe.get("comments", {}), **recipe[self.dataset].get("comments", {})}
+        return {**shared, **recipe[self.dataset], "comments": comments}
 
     def top1(self) -> dict[str, tuple[float, float]]:
         """Return mean and standard deviation of top-1 accuracy in percent, by label.

@@ -62,7 +62,7 @@ from ..train_options import known_options
 from . import recipe
 
 COMPARISON = "compare"
-COST_STUDIES = ("overhead", "parameters", "gamma")  # tables of costs, which `lab.costs` measures without training
+COST_STUDIES = ("overhead", "parameters", "gamma")  # tables of costs, see `lab.costs`
 SCALES = ("smoke", "small", "paper")
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 _KEYS = {

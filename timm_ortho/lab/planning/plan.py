@@ -47,7 +47,6 @@ class StudyPlan:
     points: list[dict]  # of this command, each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
     runs: dict[str, RunPlan]  # the runs of this command by name
     left_out: list[str]  # reasons why cells are not run
-    memory: list[str]  # for each cell that trains on GPUs, the precision, the images at once and the memory of a step
 
     def write(self) -> None:
         """Write `study.yaml` and the folders of the runs. Points that earlier commands wrote are kept.
@@ -144,7 +143,7 @@ def plan(request: Request) -> StudyPlan:
     for variant in variants:
         check_sources(vars(variant.options), f"study '{design.name}' or recipe '{variant.recipe}'", request.options)
     seeds = request.seed_list(first.options.seed)
-    source, sizes, memory = check(request, variants)
+    source, sizes = check(request, variants)
     points, runs = points_of(request, variants, seeds)
     settings = study_settings(design, requested, first)
     study = _description(request, requested, seeds, variants)
@@ -154,7 +153,7 @@ def plan(request: Request) -> StudyPlan:
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
-    return StudyPlan(folder, settings, study, points, runs, left_out, memory)
+    return StudyPlan(folder, settings, study, points, runs, left_out)
 
 
 def points_of(
@@ -213,7 +212,7 @@ def _description(
         "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
         "seeds": list(seeds),
         "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
-        "changed": deviations(design, requested, seeds, _on_device(variants)),
+        "changed": deviations(design, requested, seeds),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     }

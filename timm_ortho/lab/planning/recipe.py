@@ -1,7 +1,8 @@
 """Read recipes. A recipe is a YAML file with options of timm's `train.py`. `train.py -c FILE` reads it, too.
 
-The options, their defaults and their types are in the module `train_options`. If timm's script trains the runs, its
-parser must have the requested options, too.
+The papers' recipes are made by `paper.recipes`; the package's other recipes are files in `lab/recipes`. The options,
+their defaults and their types are in the module `train_options`. If timm's script trains the runs, its parser must have
+the requested options, too.
 """
 import argparse
 import importlib
@@ -13,26 +14,29 @@ from typing import Any, Mapping
 import timm
 
 from ..._text import did_you_mean
+from ..._yaml import load_yaml
 from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
 from ...run_folder import check_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
-from ..train_options import RANGES, defaults, known_options
+from ..paper import recipes
+from ..train_options import RANGES, defaults, known_options, timm_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 
 
-def shipped() -> dict[str, Path]:
-    """Return the files of the recipes in this package, by name."""
-    return shipped_files("recipes")
+def shipped() -> list[str]:
+    """Return the names of the recipes in this package."""
+    return [*recipes.names(), *shipped_files("recipes")]
 
 
-def find(name: str) -> Path:
-    """Return the file of a recipe in this package. An unknown name raises a LabError."""
-    known = shipped()
-    if name in known:
-        return known[name]
-    raise LabError(f"there is no recipe '{name}'{did_you_mean(name, known)} (see timm-ortho recipe --list; "
+def text(name: str) -> str:
+    """Return a recipe of this package as YAML. An unknown name raises a LabError."""
+    if name in recipes.names():
+        return recipes.text(name)
+    if name in shipped_files("recipes"):
+        return shipped_files("recipes")[name].read_text(encoding="utf-8")
+    raise LabError(f"there is no recipe '{name}'{did_you_mean(name, shipped())} (see timm-ortho recipe --list; "
                    "for your own recipe, use the path of its file)")
 
 
@@ -42,10 +46,13 @@ def load(name: str) -> dict[str, Any]:
     >>> load("vit_s_cifar10")["opt"]
     'adamw'
     """
-    values = read_user_yaml(Path(name) if Path(name).is_file() else find(name), f"recipe '{name}'") or {}
+    if Path(name).is_file():
+        values = read_user_yaml(Path(name), f"recipe '{name}'") or {}
+    else:
+        values = load_yaml(text(name))
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
-    check_names(values, known_options(), f"recipe '{name}': timm's train.py", "option")
+    check_names(values, timm_options(), f"recipe '{name}': timm's train.py", "option")
     return values
 
 
@@ -66,12 +73,14 @@ def resolve(values: Mapping[str, Any]) -> Namespace:
 def resolve_variant(requested: Mapping[str, Any], name: str, source: str = "the options") -> Namespace:
     """Return all options of timm's `train.py` for a recipe. `model` is replaced by its variant with suffix `_ortho`.
 
+    A recipe of a paper has the paper's exact crop and RandAugment, too, for images on the device.
+
     Args:
         requested: timm's options by name, which override the recipe's.
         name: File or name of the recipe.
         source: The study that sets the requested options, for the message about `device_modules`.
     """
-    values = load(name)
+    values = {**load(name), **recipes.device_options(name)}
     own = base_name(str(values.get("model", "vit_small")))
     base = base_name(str(requested.get("model", own)))
     if base != own:

@@ -22,7 +22,6 @@ class Request:
     train_py: Optional[Path] = None  # timm's train.py, which scale `paper` requires; None: the lab's own loop trains
     gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
     nodes: int = 1  # machines that each run of `train.py` uses
-    gpu_memory: Optional[float] = None  # gigabytes of a GPU; None for this machine's GPU, see `memory.gpu_memory`
     command: str = ""  # the command line, which the report shows
 
     def device(self) -> str:

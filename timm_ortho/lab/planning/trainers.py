@@ -17,19 +17,18 @@ from ..running.loop import Training
 from ..train_options import DEVICE_OPTIONS, defaults, known_options, options_with
 from . import recipe
 from .design import Variant, of_connection
-from .memory import fit_cells
 from .model_check import Size, check_models, refused
 from .request import Request
 
-# The opened data set, None if only `train.py` opens it; the image size of each variant; lines about the GPUs' memory.
-Checked = tuple[Optional[Source], list[Size], list[str]]
+# The opened data set, None if only `train.py` opens it; the image size of each variant.
+Checked = tuple[Optional[Source], list[Size]]
 
 
 def check(request: Request, variants: Sequence[Variant]) -> Checked:
     """Check machines, data set, models and options of a request.
 
     A variant is one cell of the study's grid with one connection, or with the two connections of a `switch`. Options
-    that follow from the data set, such as `num_classes`, or from the memory of GPUs are set in place in the variants.
+    that follow from the data set, such as `num_classes`, are set in place in the variants.
 
     Raises:
         LabError: The trainer cannot train the variants as requested.
@@ -49,8 +48,6 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
     if request.design.scale == "paper":
         raise LabError("scale 'paper' needs timm's train.py: add --train-py FILE, or set TIMM_DIR to the folder of "
                        "train.py")
-    if request.gpu_memory is not None:
-        raise LabError("--gpu-memory needs timm's train.py: add --train-py")
     if request.gpus or request.nodes > 1:
         raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
     for variant in variants:
@@ -68,7 +65,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
         if not options.device_images:
             _drop_device_options(options)
         _check_training(variant, source)
-    return source, sizes, []
+    return source, sizes
 
 
 def check_loop_options(options: Namespace) -> None:
@@ -133,7 +130,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> Checked:
                 setattr(options, key, of_script[key])  # the script may be from a timm with other defaults
             else:
                 delattr(options, key)
-    return source, sizes, fit_cells(request, variants)
+    return source, sizes
 
 
 def _drop_device_options(options: Namespace) -> None:

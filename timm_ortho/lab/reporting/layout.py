@@ -8,7 +8,6 @@
 | `labels` | dimension -> value -> label | the paper's name |
 | `paper` | the dimensions of the nested keys in the section of `paper.json`, from the outermost inwards | none |
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
-| `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
 | `plots` | names of plots (`plots.DRAWINGS`), or `{name: {option: value}}`; always `training` | `training`, `stream` |
 | `tables` | names of additional tables (`tables.EXTRAS`) | none |
@@ -101,7 +100,7 @@ TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogon
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a report. Its attributes are the study, the keys above and `generic`."""
+    """The layout of a report. Its attributes are the study and the keys above."""
 
     study: Mapping[str, Any]
     rows: Sequence[str]
@@ -111,11 +110,9 @@ class Layout:
     labels: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
     paper: Sequence[str] = ()
     order: str = ""
-    unstated: str = "not in the paper"
     protocol: str = "The values are from the last epoch."
     plots: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
-    generic: bool = False  # whether the study has no table of a paper, and sets neither `rows` nor `columns`
 
     @property
     def images(self) -> str:
@@ -138,11 +135,6 @@ class Layout:
         return "top5" not in metric or not self.classes or self.classes > 5
 
     @property
-    def has_paper(self) -> bool:
-        """Whether tables have columns for the paper's numbers, or for the study's note about missing numbers."""
-        return bool(self.study["paper"] and (self.stated or self.unstated != Layout.unstated))
-
-    @property
     def names(self) -> list[str]:
         """Titles of the first columns of the table, which contain the names of the rows."""
         return [self.titles.get(dimension, dimension) for dimension in self.rows]
@@ -152,11 +144,6 @@ class Layout:
         """The dimensions of the columns, as the title of a column that contains their names."""
         return ", ".join(self.titles.get(dimension, "metric" if dimension == "measure" else dimension)
                          for dimension in self.columns) or "metric"
-
-    @property
-    def value_title(self) -> str:
-        """The title of a column of means: their metric, if the names of rows and columns lack it."""
-        return "mean" if "measure" in (*self.rows, *self.columns) else self.label("measure", self.measures[0])
 
     def plot_options(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield name and options of each plot."""

@@ -1,7 +1,7 @@
 """Render the blocks of a report as one HTML file, as Markdown with separate plots, and as text.
 
-The HTML template is `page.html.jinja`. On a narrow screen, tables scroll and plots stack their panels. In print,
-nothing scrolls, and page breaks cut neither plots nor rows.
+The HTML template is `page.html.jinja`. On a narrow screen, tables and plots scroll. In print, nothing
+scrolls, and page breaks cut neither plots nor rows.
 """
 import base64
 import re
@@ -16,19 +16,11 @@ from ..._text import aligned, file_name, svg_text
 
 
 class Table(NamedTuple):
-    """Cells of text below a header, optionally with a second header above it."""
+    """Cells of text below a header."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]  # each as long as the header
     names: int = 1  # number of leading columns that name a row
-    groups: Sequence[tuple[str, int]] = ()  # titles above the remaining columns, and how many columns each spans
-
-    def flat_header(self) -> list[str]:
-        """Return the header as one line, with titles such as `group: title`."""
-        titles = [title for title, span in self.groups for _ in range(span)] or [""] * (len(self.header) - self.names)
-        below = [f"{title}: {name}" if title else name
-                 for title, name in zip(titles, self.header[self.names:], strict=True)]
-        return [*self.header[:self.names], *below]
 
 
 class Heading(NamedTuple):
@@ -48,6 +40,11 @@ class Code(NamedTuple):
     text: str
 
 
+class Link(NamedTuple):
+    text: str
+    path: str  # relative to the report's folder
+
+
 class Grid(NamedTuple):
     """A table, its label for screen readers, and whether lines may break in its cells."""
 
@@ -64,7 +61,7 @@ class Picture:
         name: Name of the plot's file in `folder`, without suffix.
         caption: The text below the plot.
         alt: Description for readers who cannot see the plot.
-        draw: Returns the figure. `narrow=True` is for narrow screens.
+        draw: Returns the figure.
         folder: The plot's folder, relative to the report's folder.
     """
 
@@ -82,12 +79,8 @@ class Picture:
     def svg(self) -> str:
         return svg_text(self.draw(), file_name(self.name))
 
-    @cached_property
-    def narrow(self) -> str:
-        return svg_text(self.draw(narrow=True), file_name(self.name))
 
-
-Block = Union[Heading, Text, Items, Code, Grid, Picture]
+Block = Union[Heading, Text, Items, Code, Link, Grid, Picture]
 
 
 def page(title: str, blocks: Sequence[Block]) -> str:
@@ -121,8 +114,10 @@ def _markdown(block: Block) -> str:
         return "\n".join(f"* {_escaped(item)}" for item in block.items)
     if isinstance(block, Code):
         return "\n".join(f"    {line}" for line in block.text.splitlines())
+    if isinstance(block, Link):
+        return f"[{_escaped(block.text)}]({block.path})"
     if isinstance(block, Grid):
-        lines = [[_escaped(cell) for cell in line] for line in (block.table.flat_header(), *block.table.rows)]
+        lines = [[_escaped(cell) for cell in line] for line in (block.table.header, *block.table.rows)]
         lines.insert(1, ["---"] * len(block.table.header))
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"![{_escaped(block.alt)}]({block.path})\n\n*{_escaped(block.caption)}*"
@@ -141,5 +136,5 @@ def text_table(table: Table) -> str:
     -------------------
     linear      91.00
     """
-    header, *rows = aligned([table.flat_header(), *table.rows])
+    header, *rows = aligned([table.header, *table.rows])
     return "\n".join([header, "-" * len(header), *rows])

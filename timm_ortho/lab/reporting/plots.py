@@ -1,20 +1,19 @@
 """Draw the plots that a study's layout lists.
 
-Lines show means over seeds, and shaded areas show one standard deviation. Small dots show runs. Bars show one standard
-deviation about the mean or, in forest plots, confidence intervals. Means and deviations omit values that are not
-finite. A line has a gap where no seed has a finite value. Colour-blind readers can distinguish the colours: lines of
-blocks have viridis, and everything else has the colours of Okabe and Ito, or grey. As in the paper, linear is red and
-orthogonal is blue. Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed
-on a phone.
+Lines show means over seeds, and shaded areas one standard deviation, where those of a panel do not overlap. Small dots
+show runs. Bars show one standard deviation about the mean or, in the plot of differences, confidence intervals. Means
+and deviations omit values that are not finite. A line has a gap where no seed has a finite value. Colour-blind readers
+can distinguish the colours: lines of blocks have viridis, and everything else has the colours of Okabe and Ito. As in
+the paper, linear is red and orthogonal is blue. Line styles and markers differ too.
 """
 import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from statistics import fmean, stdev
 from textwrap import fill
-from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ from ...connections import CONNECTIONS
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .page import Picture
-from .statistics import ROUNDING, Difference
+from .statistics import ROUNDING
 from .tables import Entry, group_of
 
 _STYLES = (  # of the connections, in the order of their registry
@@ -40,8 +39,6 @@ _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d
 _LINES = ("-", "--", "-.", ":")
 _OF_BLOCKS = (*_LINES, (0, (6, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3, 2, 3)))  # a legend lists eight
 _MARKERS = "vPX<>d*h"
-
-_NARROW = 4.0  # width of a narrow plot in inches
 
 Name = Callable[[Run], str]
 Points = Callable[[Run], Mapping[float, Optional[float]]]  # returns the points of a run's curve, y by x
@@ -120,12 +117,6 @@ def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
             "marker": _MARKERS[index % len(_MARKERS)]}
 
 
-def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Axes]:
-    """Create panels side by side or, if narrow, below each other."""
-    shape = (count, 1) if narrow else (1, count)
-    return list(figure.subplots(*shape, squeeze=False, **options).flat)
-
-
 def _title(axes: Axes, title: str, below: str) -> None:
     axes.set_title(fill(title, 38), fontsize=10, loc="left")
     axes.set_xlabel(below, fontsize=9)
@@ -148,9 +139,7 @@ def _finished(figure: Figure) -> Figure:
 
 
 # --------------------------------------------------------------------------------------------- line charts
-def lines_chart(
-        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, narrow: bool = False,
-) -> Figure:
+def lines_chart(panels: Sequence[Panel], below: str, *, columns: int = 2, shared: bool = False) -> Figure:
     """Draw line charts in a grid of panels.
 
     Args:
@@ -158,16 +147,15 @@ def lines_chart(
         below: Title of the x axes of panels without one.
         columns: Maximal number of columns.
         shared: Give all panels the same range of y.
-        narrow: One column.
     """
-    columns = 1 if narrow else min(columns, len(panels))
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    width = _NARROW if narrow else max(5.5, 3.5 * columns)
-    figure = Figure(figsize=(width, 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
+    figure = Figure(figsize=(max(5.5, 3.5 * columns), 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
-        for name, (look, x, curves) in panel.lines.items():
-            _band(axes, x, curves, name, look)
+        bands = {name: (x, *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
+        for name, (look, _, _) in panel.lines.items():
+            _band(axes, name, look, bands)
         _title(axes, panel.title, panel.below or below)
         whole = all(isinstance(at, int) for _, x, _ in panel.lines.values() for at in x)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
@@ -191,15 +179,23 @@ def lines_chart(
     return _finished(figure)
 
 
-def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
-    """Draw the mean of curves and one standard deviation above and below it. Values may be None or NaN."""
+def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[list[float], list[float]]:
+    """Return means and standard deviations of curves at each x. Values may be None or NaN."""
     columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
-    look = {"label": name, "linewidth": 1.5, **look, "marker": look.get("marker", "o") if len(columns) == 1 else ""}
-    means = list(map(_mean, columns))
+    return list(map(_mean, columns)), [stdev(column) if len(column) > 1 else 0.0 for column in columns]
+
+
+def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> None:
+    """Draw the mean of a line, and one standard deviation above and below it where no other line's band is."""
+    x, means, spread = bands[name]
+    look = {"label": name, "linewidth": 1.5, **look, "marker": look.get("marker", "o") if len(x) == 1 else ""}
     axes.plot(x, means, markersize=3, **look)
-    spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
+    others = [dict(zip(at, zip(mean, by, strict=True), strict=True))
+              for other, (at, mean, by) in bands.items() if other != name]
+    apart = [all(abs(mean - there[at][0]) > by + there[at][1] for there in others if at in there)
+             for at, mean, by in zip(x, means, spread, strict=True)]
     low, high = ([mean + sign * by for mean, by in zip(means, spread, strict=True)] for sign in (-1, 1))
-    axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(x, low, high, where=apart, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def _line(look: Mapping, runs: Sequence[Run], points: Points) -> tuple:
@@ -228,14 +224,13 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
     sentences = [caption, f"x ax{'is' if len(belows) == 1 else 'es'}: {', '.join(belows)}.",
                  "Each line is one run." if max(runs) == 1 else
-                 f"Lines: means over {count} runs. Shaded: one standard deviation."]
+                 f"Lines: means over {count} runs. Shaded: one standard deviation, where shades do not overlap."]
     return Picture("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {', '.join(belows)}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
 
 
 # ------------------------------------------------------------------------------------------------ training
-_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
            "eval_top5": "{} top-5, %"}
 
@@ -265,31 +260,10 @@ def _steps(scene: Scene, runs: Sequence[Run]) -> Optional[int]:
     return images // size if images and size else None
 
 
-def _elapsed(run: Run) -> list[float]:
-    """Return the seconds from the start of the training to the end of each epoch, or [] if an epoch's are unknown."""
-    # older runs have the second name
-    seconds = [row.get("train_seconds", row.get("seconds")) for row in run["history"]]
-    return list(accumulate(seconds)) if all(map(finite, seconds)) else []
-
-
-def progress(scene: Scene, runs: Sequence[Run], name: Name, part: str = "") -> tuple[Panel, Panel, Optional[Panel]]:
-    """Return three panels: training loss by step, top-1 by epoch, and top-1 by time.
-
-    A point of the last panel is an epoch, at the mean time of the runs. Without times, this panel is None.
-    """
+def progress(scene: Scene, runs: Sequence[Run], name: Name, part: str = "") -> tuple[Panel, Panel]:
+    """Return two panels: training loss by step, and top-1 by epoch."""
     loss = _history(scene, runs, "train_loss", name, part, _steps(scene, runs))
-    top1 = _history(scene, runs, "eval_top1", name, part)
-    runs = [run for run in runs if _elapsed(run)]
-    if not runs:
-        return loss, top1, None
-    unit, seconds = next((unit for unit in _UNITS if max(_elapsed(run)[-1] for run in runs) > unit[1]), _UNITS[-1])
-    timed = _history(scene, runs, "eval_top1", name, part)
-    timed.below, timed.marks = f"{unit} of training and evaluation", ()
-    for line, members in grouped(runs, name).items():
-        look, epochs, curves = timed.lines[line]
-        times = [dict(zip((row["epoch"] + 1 for row in run["history"]), _elapsed(run), strict=True)) for run in members]
-        timed.lines[line] = look, [_mean(of_run.get(at) for of_run in times) / seconds for at in epochs], curves
-    return loss, top1, timed
+    return loss, _history(scene, runs, "eval_top1", name, part)
 
 
 def _with_chance(caption: str, layout: Layout) -> str:
@@ -299,27 +273,15 @@ def _with_chance(caption: str, layout: Layout) -> str:
 def _training(
         scene: Scene, *, by: Optional[By] = None, lines: Names = None, name: str = "training", caption: str = "",
 ) -> Pictures:
-    """Draw the loss by step, and top-1 by epoch and by time."""
+    """Draw the loss by step, and top-1 by epoch."""
     by, line = scene.divided(by, lines)
     runs = scene.having("history")
-    rows = [progress(scene, members, line, part) for part, members in scene.parts(by, runs)]
-    if not rows:
+    panels = [panel for part, members in scene.parts(by, runs) for panel in progress(scene, members, line, part)]
+    if not panels:
         return
-    timed = any(row[2] for row in rows)
     caption = caption or (f"Training loss, with a logarithmic y axis, and accuracy on the {scene.layout.images} "
                           "images. A point of the loss is its mean over an epoch.")
-    caption = _with_chance(caption, scene.layout)
-    if timed:
-        caption = f"{caption} {measured_time(runs)}"
-    panels = [panel or Panel("", {}) for row in rows for panel in row[:2 + timed]]
-    yield _drawing(name, caption, panels, "epoch", columns=2 + timed)
-
-
-def measured_time(runs: Sequence[Run]) -> str:
-    """Return sentences about the time of runs: what it includes and on which devices it was measured."""
-    devices = ", ".join(dict.fromkeys(run["device"] for run in runs if run.get("device") and _elapsed(run)))
-    return (f"Time is wall-clock time{f' on {devices}' if devices else ''}. It includes evaluation and the effect of "
-            "other programs on the machine. A point is at the mean time of the runs after an epoch.")
+    yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch")
 
 
 def _curves(
@@ -362,7 +324,7 @@ def _stream(scene: Scene, *, lines: Names = None) -> Pictures:
         "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
         f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
         "images. The plot shows the root of the mean of |x|², and the mean cosine.",
-        panels, "site, from the first block to the last", columns=2)
+        panels, "site, from the first block to the last")
     # Published runs may have only the probes before and after training. A run of one epoch has no other probes.
     if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):
         return
@@ -483,22 +445,6 @@ def _last_branch(scene: Scene, *, by: By = (), lines: Names = None, caption: str
         yield _drawing(f"norms {part}", norms.rstrip(), panels, "training step")
 
 
-def _learned_weights(scene: Scene, *, by: By = ()) -> Pictures:
-    """Draw rho and theta by training step. `by` is the dimension of their start values."""
-    runs = [run for run in scene.having("dynamics") if run["connection"] == "hybrid"]
-    parts = scene.parts(by, runs)
-    for kind, sites in _sites(runs).items():
-        panels = [Panel(f"{part} start: {TRACES[measure]}" if part else TRACES[measure],
-                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, _trace(site, measure))
-                         for layer, site in sites})
-                  for measure in ("rho", "theta") for part, members in parts]
-        yield _drawing(
-            f"weights {kind}",
-            f"Learned ρ and θ of the {kind} branches, with a line for each block. The parallel part is scaled by "
-            "ρ sin θ, and the orthogonal part by ρ cos θ. Linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
-            panels, "training step", columns=len(parts))
-
-
 # -------------------------------------------------------------------------------------------------- points
 def _points(
         scene: Scene, *, x: str, lines: Names = None, measures: Names = None, log: bool = False, pearson: bool = False,
@@ -536,9 +482,7 @@ def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[floa
 
 
 def _draw_points(
-        scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
-        narrow: bool = False,
-) -> Figure:
+        scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool) -> Figure:
     """Draw points. If x has numbers, lines join the means. If a name on x has several groups, they are side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
@@ -547,10 +491,9 @@ def _draw_points(
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     one_each = len({(at(run), name) for name, runs in groups.items() for run in runs}) == len(values)
     aside = 0.0 if numeric or one_each else 0.18
-    figure = Figure(
-        figsize=(_NARROW, 0.5 + 3.0 * len(titles)) if narrow else (max(5.5, 5.0 * len(titles)), 3.8),
-        layout="constrained")
-    for axes, (title, read) in zip(_panels(figure, len(titles), narrow), titles.items(), strict=True):
+    figure = Figure(figsize=(max(5.5, 5.0 * len(titles)), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False).flat
+    for axes, (title, read) in zip(panels, titles.items(), strict=True):
         for index, (name, runs) in enumerate(groups.items()):
             by_value = grouped([run for run in runs if finite(read(run))], at)
             beside = aside * (index - (len(names) - 1) / 2)
@@ -588,80 +531,50 @@ def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
     axes.set_xticks(kept, [value_text(value) for value in kept])
 
 
-# ----------------------------------------------------------------------------------------------- intervals
-class ForestRow(NamedTuple):
-    """A row of a forest plot: its label, the title of its panel, the intervals, and the paper's differences."""
-
-    label: str
-    title: str
-    difference: Difference
-    pooled: Optional[Difference]
-    effects: Collection[float]
-
-
-def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Picture]:
+# ----------------------------------------------------------------------------------------------- differences
+def forest(entries: Sequence[Entry]) -> list[Picture]:
     """Return a plot of all differences beside the paper's, or an empty list if there are no differences."""
-    compared = [ForestRow(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
-                for label, entry in labelled if entry.difference]
+    compared = [entry for entry in entries if entry.difference]
     if not compared:
         return []
-    rows, effects = "; ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
-    sentences = ["Points are mean differences to the baseline (x axes), with a row for each comparison. Bars are "
-                 "95 % confidence intervals."]
-    if any(row.pooled for row in compared):
-        sentences.append("Blue bars use the variance of the paired differences, and grey bars use one variance for all "
-                         "cells.")
-    if any(row.difference.half_width is None for row in compared):
-        sentences.append("A point without a bar has no interval.")
-    sentences += ["Red diamonds are the paper's differences."] if effects else []
-    return [Picture(
-        name, " ".join([*sentences, "The vertical line is zero."]),
-        f"Differences to the baseline as points with bars{', with the paper’s differences' if effects else ''}. "
-        f"The rows are: {rows}.", partial(draw_forest, compared))]
+    rows, effects = "; ".join(dict.fromkeys(entry.label for entry in compared)), any(row.effects for row in compared)
+    caption = ("Differences to the baseline (x axes), with a row for each comparison. Markers are means, bars are 95 % "
+               "confidence intervals, and small dots are the differences of the seeds. A marker without a bar has no "
+               f"interval.{' Red diamonds are the paper’s differences.' if effects else ''} The vertical line is zero.")
+    return [Picture("differences", caption, f"Differences to the baseline as points with bars. The rows are: {rows}.",
+                    partial(_draw_forest, compared))]
 
 
-def draw_forest(compared: Sequence[ForestRow], height: float = 0.36, narrow: bool = False) -> Figure:
-    """Draw intervals, with a panel for each title and a row for each label."""
-    rows = list(dict.fromkeys(row.label for row in compared))
-    titles = list(dict.fromkeys(row.title for row in compared))
-    names = [fill(row, 16) for row in rows] if narrow else rows
-    if narrow:
-        lines = max(name.count("\n") + 1 for name in names)
-        size = (_NARROW, 0.6 + len(titles) * (0.8 + max(height, 0.17 * lines) * len(rows)))
-    else:
-        size = (1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + height * len(rows))
+def _draw_forest(compared: Sequence[Entry]) -> Figure:
+    """Draw intervals, with a panel for each measure and a row for each comparison."""
+    rows = list(dict.fromkeys(entry.label for entry in compared))
+    titles = list(dict.fromkeys(entry.title for entry in compared))
+    size = (1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + 0.36 * len(rows))
     figure = Figure(figsize=size, layout="constrained")
-    grid = _panels(figure, len(titles), narrow, sharey=True)
-    for axes, title in zip(grid, titles, strict=True):
-        mine = [(rows.index(row.label), row) for row in compared if row.title == title]
-        _intervals(axes, [(at - 0.12, row.difference) for at, row in mine], "paired by seed", STYLES["feature"], 1.6)
-        _intervals(axes, [(at + 0.18, row.pooled) for at, row in mine if row.pooled], "pooled variance",
-                   {"color": "#777777", "marker": "|"}, 1.0)
-        effects = [(effect, at) for at, row in mine for effect in row.effects]
+    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False, sharey=True).flat, titles, strict=True):
+        mine = [(rows.index(entry.label), entry) for entry in compared if entry.title == title]
+        bars = [math.nan if entry.difference.half_width is None else entry.difference.half_width for _, entry in mine]
+        # the rounding errors of differences that are all zero would otherwise set the range of the axis
+        means = [round(entry.difference.mean, 9) for _, entry in mine]
+        axes.errorbar(means, [at for at, _ in mine], xerr=bars, label="mean, 95 % CI", capsize=2.5, markersize=4.5,
+                      linewidth=1.6, **{**STYLES["feature"], "linestyle": ""})
+        dots = [(round(value, 9), at + 0.22) for at, entry in mine for value in entry.pairs.values()]
+        axes.scatter(*zip(*dots, strict=True), s=9, color="#777777", linewidths=0, label="each seed")
+        effects = [(effect, at) for at, entry in mine for effect in entry.effects.values()]
         if effects:
             axes.scatter(*zip(*effects, strict=True), marker="D", s=22, label="the paper", facecolors="none",
                          edgecolors=STYLES["linear"]["color"], linewidths=1.0)
         axes.axvline(0, color="#222222", linewidth=0.9)
-        axes.set_yticks(range(len(rows)), names)
+        axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
         _title(axes, title, "difference to the baseline")
     return _finished(figure)
 
 
-def _intervals(
-        axes: Axes, intervals: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
-    if intervals:
-        bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
-        # the rounding errors of differences that are all zero would otherwise set the range of the axis
-        means = [round(difference.mean, 9) for _, difference in intervals]
-        axes.errorbar(means, [row for row, _ in intervals], xerr=bars, label=label, capsize=2.5, markersize=4.5,
-                      linewidth=width, **{**look, "linestyle": ""})
-
-
 # The plots that a layout can list. Their keyword arguments are the options. `by` is a dimension: each of its values has
 # a plot or panel. `lines` are the dimensions that name a line. `name` is the name of the file.
 DRAWINGS: dict[str, Callable[..., Pictures]] = {
     "training": _training, "curves": _curves, "points": _points, "stream": _stream, "traces": _traces,
-    "last_branch": _last_branch, "learned_weights": _learned_weights,
+    "last_branch": _last_branch,
 }

@@ -55,7 +55,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
 
 def folder_name(study: Mapping[str, Any]) -> str:
-    """Return the name of a published study's folder: NAME-DATASET-SCALE, or NAME-SCALE for a table of costs."""
+    """Return the name of a published study's folder: NAME-DATASET-SCALE."""
     return file_name("-".join(filter(None, [study["name"], study["dataset"], study["scale"]])))
 
 
@@ -66,11 +66,10 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
         return dict(values["study"]), list(map(dict, values["runs"])), values["recorded"]
 
     study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
-    if study.get("kind", "training") == "training":
-        for table, key in TABLES.items():
-            by_run = _read_table(folder / f"{table}.csv.gz")
-            for number, run in enumerate(runs):
-                run[key] = by_run.get(number, [])
+    for table, key in TABLES.items():
+        by_run = _read_table(folder / f"{table}.csv.gz")
+        for number, run in enumerate(runs):
+            run[key] = by_run.get(number, [])
     return study, runs, recorded
 
 

@@ -1,9 +1,9 @@
-"""Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and `results.json`.
+"""Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and their numbers.
 
 A report depends only on its parts, see `Part.of`. `results.json` contains them, with fewer recorded steps and a summary
-of all recorded steps, so the report can be rewritten. Statistics are in `statistics`, tables in `tables`, plots in
-`plots`, and their rendering in `page`. A study's `layout` lists its tables and plots. If a run is finished, the page
-begins with the answer and ends with method and terms.
+of all recorded steps, so the report can be rewritten. `history.csv` has a row for each run, epoch and metric.
+Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's `layout`
+lists its tables and plots. The title and the first sentences are the answer.
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
@@ -52,21 +52,21 @@ begins with the answer and ends with method and terms.
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
 """
+import csv
+import io
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from itertools import starmap
 from pathlib import Path
-from statistics import median
-from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name, finite
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
-from .layout import MEASURES, Layout, Run, grouped
-from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
+from .layout import MEASURES, Layout, Run
+from .page import Block, Code, Grid, Heading, Items, Link, Picture, Table, Text
 from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
-from .statistics import reach
 from .transition import transition_points
 
 _STEPS = 100  # maximum number of recorded steps in results.json and plots; the folders of the runs have all steps
@@ -75,7 +75,7 @@ _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which 
 _NOTHING = "No run is finished yet."
 _OPTIONS = {"blocks": "blocks", "width of the last block": "width", "epochs": "epochs", "learning rate": "lr",
             "batch size": "batch_size"}  # title of a row -> key of a run
-_NAMED = 3  # maximum number of differences that a sentence of the answer names
+_NAMED = 3  # maximum number of differences in the title and in a sentence of the answer
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,6 @@ class Part:
         recorded = _recorded(runs) if recorded is None else recorded
         return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
 
-    @property
-    def title(self) -> str:
-        return title_of(self.study)
-
     @cached_property
     def layout(self) -> Layout:
         return layout_of(self.study)
@@ -109,6 +105,33 @@ class Part:
     @cached_property
     def entries(self) -> list[tables.Entry]:
         return tables.entries_of(self.runs, self.layout)
+
+    @property
+    def compared(self) -> list[tables.Entry]:
+        return [entry for entry in self.entries if entry.is_compared]
+
+    @property
+    def data(self) -> str:
+        return self.study["dataset"] or "own images"
+
+    @property
+    def question(self) -> str:
+        """The study's title, with the paper's table if the study repeats one."""
+        return f"{self.study['title']} ({self.study['paper']})" if self.study["paper"] else self.study["title"]
+
+    @property
+    def title(self) -> str:
+        """The answer, such as `vit_small on digits, 2 epochs: Orthogonal-F +1.11 [-2.73, +4.95]`.
+
+        A study with a grid or with many comparisons has its question as title.
+        """
+        main = [entry for entry in self.compared if entry.measure == self.layout.measures[0]]
+        if self.study["axes"] or not 0 < len(main) <= _NAMED:
+            return self.question
+        epochs = _distinct((run.get("epochs") for run in self.runs), " or ")
+        subject = f"{self.study['model']} on {self.data}" + (
+            f", {epochs} epoch{'s' * (epochs != '1')}" if epochs else "")
+        return f"{subject}: {', '.join(f'{entry.label} {entry.compared()}' for entry in main)}"
 
     @property
     def name(self) -> str:
@@ -121,8 +144,9 @@ class Part:
         models = ", ".join(map(str, study["axes"].get("model", [study["model"]])))
         shapes = {(run["blocks"], run["width"]) for run in self.runs if run.get("blocks") and run.get("width")}
         models += " ({} blocks, width {})".format(*shapes.pop()) if len(shapes) == 1 else ""
-        data, seeds = study["dataset"] or "own images", _count(study["seeds"], "seed")
-        return " ".join([f"{name} trains {models} on {data} with {seeds}.", *of_data(self.layout)])
+        seeds = _count(study["seeds"], "seed")
+        return " ".join([f"{name}: {self.question} It trains {models} on {self.data} with {seeds}.",
+                         *of_data(self.layout)])
 
     @property
     def json(self) -> dict[str, Any]:
@@ -137,9 +161,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
     keys = study.get("report") or {}
     if not isinstance(keys, Mapping):
         raise LabError(f"report must be a mapping, not {keys!r}")
-    check_names(keys, set(Layout.__dataclass_fields__) - {"study", "generic"}, "report")
-    generic = not study["paper"] and not keys.keys() & {"rows", "columns"}
-    layout = Layout(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})
+    check_names(keys, set(Layout.__dataclass_fields__) - {"study"}, "report")
+    layout = Layout(study, **{"rows": [*study["axes"], "connection"], **keys})
     for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
                        ("labels", dimensions), ("measures", MEASURES), ("tables", tables.EXTRAS)):
         check_names(getattr(layout, key), known, f"report: {key}", "entry")
@@ -161,146 +184,102 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
 
 
-def title_of(study: Mapping[str, Any]) -> str:
-    """Return the title of a report, with the paper's table if the study repeats one."""
-    return f"{study['title']} ({study['paper']})" if study["paper"] else study["title"]
-
-
 # ---------------------------------------------------------------------------------------------- writing
 def write(parts: Sequence[Part], folder: Path) -> str:
-    """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return table and answer as text.
+    """Write the report and its files, and return tables and answer as text.
 
-    A report of several studies or data sets has a section for each, and a plot of all differences in top-1.
-
+    A report of several studies or data sets has a section for each.
     """
-    single = len(parts) == 1
-    title = parts[0].title if single else f"{len(parts)} studies"
-    results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
-    write_files(title, list(document(parts)), results, Path(folder))
-    return _text(parts, Path(folder))
-
-
-def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any], folder: Path) -> None:
-    """Write the blocks of a report as HTML and Markdown, its plots, and its results as JSON."""
     refuse_links(folder / "figures")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
+    single = len(parts) == 1
+    title, blocks = parts[0].title if single else f"{len(parts)} studies", list(document(parts))
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", parts[0].json if single else {
+        "lead": _lead(parts), "parts": [part.json for part in parts]})
+    write_text(folder / "history.csv", _history(parts))
     write_text(folder / "report.md", page.markdown(title, blocks))
     write_text(folder / "report.html", page.page(title, blocks))
+    paragraphs = []
+    for part in parts:
+        table = page.text_table(tables.results(part.entries, part.layout)) if part.runs else _NOTHING
+        paragraphs += [part.title, part.about, table]
+        paragraphs += [f"not finished: {'; '.join(part.unfinished)}"] if part.unfinished else []
+    return "\n\n".join([*paragraphs, _lead(parts), f"report: {folder / 'report.html'}"])
+
+
+def _history(parts: Sequence[Part]) -> str:
+    rows = [{"study": part.name, **row} for part in parts for row in tables.tidy(part.runs)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the blocks of a report: the answer, the parts (with headings if there are several), and the method."""
-    finished = any(part.runs for part in parts)
-    if finished:
-        yield Text(_lead(parts))
-    if len(parts) == 1:
-        yield from (Text(parts[0].about), *_section(parts[0]))
-    else:
-        yield from _sections(parts)
-    if finished:
-        yield from (Heading("Method and terms"), Items(list(_terms(parts))))
-
-
-def _sections(parts: Sequence[Part]) -> Iterator[Block]:
+    """Yield the blocks of a report: the answer, the parts (with headings if there are several), and the terms."""
+    yield Text(_lead(parts))
     names = [part.name for part in parts]
-    names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
-    last = [(f"{name}: {_label(entry)}", entry) for name, part in zip(names, parts, strict=True)
-            for entry in part.entries if entry.measure == "top1"]
-    yield from forest(last, "all_differences")
-    for name, part in zip(names, parts, strict=True):
-        data = part.study.get("dataset")
-        yield from (Heading(f"{part.title}, {data}" if data else part.title), Text(part.about))
+    for number, part in enumerate(parts, 1):
+        if len(parts) == 1:
+            yield from _section(part)
+            continue
+        name = part.name if names.count(part.name) == 1 else f"{part.name}-{number}"
+        yield Heading(f"{part.question}, {part.data}")
         for block in _section(part):
             if isinstance(block, Heading):
                 block = block._replace(level=3)
             elif isinstance(block, Picture):
                 block = replace(block, name=f"{name}_{block.name}")
             yield block
-
-
-def _compared(parts: Sequence[Part]) -> list[tables.Entry]:
-    return [entry for part in parts for entry in part.entries if entry.is_compared]
+    if any(part.compared for part in parts):
+        yield from (Heading("Method and terms"), Items(list(_terms(parts))))
 
 
 def _section(part: Part) -> Iterator[Block]:
     study = part.study
+    yield Text(part.about)
     if part.unfinished:
         yield Text(f"Not finished: {'; '.join(part.unfinished)}.")
-    if not part.runs:
-        yield Text(_NOTHING)
-    yield Heading("The paper's table and this one" if part.layout.has_paper else "Results")
-    yield from _results(part)
-    yield from deviations(study)
     if part.runs:
-        yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"))
+        yield from _results(part)
+    yield from map(Text, study["changed"])
+    if part.runs:
+        yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"),
+                    Link("All epochs as CSV", "history.csv"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
                          "as measured.")] if diverged else []
-    yield from origin(study, _made(part))
-
-
-def deviations(study: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield the section about differences from the paper. Studies without a paper and without changes have none."""
-    if study["changed"] or study["paper"]:
-        yield Heading("What differs from the paper")
-        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
-
-
-def origin(study: Mapping[str, Any], properties: Mapping[str, str]) -> Iterator[Block]:
-    """Yield the section about how a report was made: its command, and a table of the properties that have a value."""
     yield from (Heading("How it was made"), Code(study["command"]))
-    rows = [[key, value] for key, value in properties.items() if value]
-    if rows:
-        yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
+    rows = [[key, value] for key, value in _made(part).items() if value]
+    yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
 
 
 def _results(part: Part) -> Iterator[Block]:
-    layout, entries = part.layout, part.entries
-    table = tables.overview(part.runs, entries, layout) if layout.generic else tables.main_table(entries, layout)
-    yield Grid(table, "the table")
-    medians = ", and medians of speed and memory" if layout.generic else ""
-    yield Text(note(part.study, f"The table has means ± standard deviations over the seeds{medians}. The metrics are "
-                                f"measured on the {layout.images} images.",
-                    "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
-                    if any(run.get("ema") for run in part.runs) else "",
-                    layout.protocol.format(images=layout.images),
-                    "images/s also depends on what else ran on the machine. To compare speeds, use timm-ortho bench."
-                    if layout.generic else ""))
-    yield Heading("Differences, paired by seed")
-    if any(entry.is_compared for entry in entries):
-        yield Grid(tables.differences(entries, layout), "differences to the baseline")
-        yield from forest([(_label(entry), entry) for entry in entries])
-    else:
-        yield Text("There is no pair of runs to compare yet.")
-    yield from extra_blocks(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
+    layout, section = part.layout, paper.section(part.study.get("table"))
+    yield from (Heading("Results"), Grid(tables.results(part.entries, layout), "results"))
+    protocol = section.get("protocol") or section.get("definition")
+    yield Text(" ".join(filter(None, [
+        f"Means ± standard deviations over the seeds, on the {layout.images} images, and differences to "
+        f"{_baseline(part)} with the same seed.",
+        "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
+        if any(run.get("ema") for run in part.runs) else "",
+        layout.protocol.format(images=layout.images), f"{protocol}." if protocol else "",
+        f"Source: {section['source']}." if "source" in section else ""])))
+    yield from forest(part.entries)
+    for extra in (tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables):
+        if extra.table.rows:
+            yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
     drawn = drawings(Scene(part.runs, layout, part.recorded))
     yield from [Heading("Plots"), *drawn] if drawn else []
 
 
-def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
-    """Yield heading, table and note of each additional table that has rows."""
-    for extra in extras:
-        if extra.table.rows:
-            yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
-
-
-def _label(entry: tables.Entry) -> str:
-    """Return the names of an entry's row and column without that of its measure, which reports show elsewhere."""
-    return ", ".join(name for name in entry.names if name != entry.title)
-
-
-def note(study: Mapping[str, Any], *measured: str) -> str:
-    """Return the sentences `measured`, followed by the paper's protocol and source."""
-    section = paper.section(study.get("table"))
-    protocol = section.get("protocol") or section.get("definition")
-    sentences = [*measured, f"{protocol}." if protocol else "",
-                 f"Source: {section['source']}." if "source" in section else ""]
-    return " ".join(filter(None, sentences))
+def _baseline(part: Part) -> str:
+    return ", ".join(part.layout.named(axis, value_text(value)) for axis, value in part.study["baseline"].items())
 
 
 def of_data(layout: Layout) -> Iterator[str]:
@@ -328,8 +307,10 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(parts: Sequence[Part]) -> str:
-    """Describe the detected differences, and the width of the confidence intervals."""
-    compared = _compared(parts)
+    """Name the detected differences, or say why there are none."""
+    if not any(part.runs for part in parts):
+        return _NOTHING
+    compared = [entry for part in parts for entry in part.compared]
     if not compared:
         return "There is no pair of runs to compare yet."
     if min(map(_limit, parts)) >= 100:
@@ -339,9 +320,9 @@ def _lead(parts: Sequence[Part]) -> str:
     if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
         return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
                 "longer, or change the learning rate.")
-    warning = (f"Not more accurate than chance: {'; '.join(dict.fromkeys(map(_label, untrained)))}. Differences to or "
-               "of these networks say nothing about the connections. ") if untrained else ""
-    return warning + _verdict(parts, compared)
+    sentences = [f"Not more accurate than chance: {'; '.join(dict.fromkeys(entry.label for entry in untrained))}. "
+                 "Differences to or of these networks say nothing about the connections."] if untrained else []
+    return " ".join([*sentences, *_verdict(parts, compared)])
 
 
 def _limit(part: Part) -> float:
@@ -357,90 +338,43 @@ def _at_chance(part: Part) -> list[tables.Entry]:
             ] if limit else []
 
 
-def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> str:
+def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> Iterator[str]:
     tested = [entry for entry in compared if entry.holm is not None]
-    untested = grouped([entry for entry in compared if entry.holm is None],
-                       lambda entry: entry.reading.removeprefix("no interval: "))
-    if not tested:
-        differences = [entry.difference for entry in compared]
-        equal = all(difference and difference.mean == 0 and difference.pairs > 1 for difference in differences)
-        hint = " If the model has LayerScale, its branches may be too small: see docs/settings.md." if equal else ""
-        return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval needs at least two "
-                f"seeds for which the run and its baseline are finished, and differences that vary.{hint}")
-    baseline = [part.study["baseline"] for part in parts if part.entries]
-    where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
-        "to the baseline")
-    detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
-    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested)
-    if not detected:
-        sentences = [f"No difference {where} was detected.", _sensitivity(tested)]
-    else:
-        named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
+    detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.difference.p)
+    if detected:
+        named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
         among = "among them " if len(detected) > _NAMED else ""
-        verb = "was" if len(detected) == 1 else "were"
-        subject = f"The difference {where}" if len(compared) == 1 else (
-            f"{len(detected)} of {len(compared)} differences {where}")
-        sentences = [f"{subject} {verb} detected: {among}{named}.", _sensitivity(tested)]
-    if unadjusted > len(detected):
-        sentences.append(f"Without adjustment for {_adjustment(parts)}, {_count(unadjusted, 'difference')} would be "
-                         "detected.")
-    sentences += [f"{_count(entries, 'difference')} could not be tested: {why}." for why, entries in untested.items()]
-    return " ".join(sentences)
-
-
-def _adjustment(parts: Sequence[Part]) -> str:
-    """Return the number of comparisons that Holm's method adjusts for. Each study is adjusted separately."""
-    counts = [sum(entry.difference is not None for entry in part.entries) for part in parts if _compared([part])]
-    if len(counts) == 1:
-        return _count(counts[0], "comparison")
-    return f"the comparisons of each study ({', '.join(map(str, counts))})"
-
-
-def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return a sentence with the half-widths of the intervals in top-1 or, without top-1, the first tested measure."""
-    first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
-    differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
-    pairs = sorted({difference.pairs for difference in differences})
-    halves = sorted(difference.half_width for difference in differences if difference.half_width is not None)
-    least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
-    spread = f" (median; {least} to {most})" if least != most else ""
-    title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
-    unit = (" point" if middle == "1" else " points") if percent else ""
-    count = " to ".join(map(str, (pairs[0], pairs[-1])[:len(pairs)]))
-    return (f"With {count} pairs of runs, the half-width of the 95 % interval{'s' * (len(halves) > 1)} in "
-            f"{title.strip()}{protocol} is {middle}{unit}{spread}.")
-
-
-def _two_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+        yield f"{len(detected)} of {_count(compared, 'difference')} detected: {among}{named}."
+    elif tested:
+        yield f"None of {_count(compared, 'difference')} was detected." if len(compared) > 1 else (
+            "The difference was not detected.")
+    if tested:
+        main = [entry for entry in tested if entry.measure == tested[0].measure]
+        halves = sorted(entry.difference.half_width for entry in main)
+        spread = dict.fromkeys(f"{half:.2g}" for half in (halves[0], halves[-1]))
+        yield f"The 95 % intervals in {main[0].title} are ± {' to ± '.join(spread)}."
+    untested = dict.fromkeys(entry.compared() if entry.difference is None else entry.difference.why_no_interval
+                             for entry in compared if entry.holm is None)
+    if untested:
+        count = sum(entry.holm is None for entry in compared)
+        yield f"{_count(count, 'difference')} could not be tested: {'; '.join(untested)}."
+    differences = [entry.difference for entry in compared]
+    if all(difference and difference.mean == 0 and difference.pairs > 1 for difference in differences):
+        yield "If the model has LayerScale, its branches may be too small: see docs/settings.md."
 
 
 def _terms(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield the definitions of the terms that occur in this report."""
-    compared = _compared(parts)
-    yield "Mean ± standard deviation: both are over the seeds of one setting."
-    if not compared:
-        return
-    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Runs that differ only in "
-           "the connection or its arguments start from the same weights and see the same batches. Tables have the mean "
-           "over the seeds.")
-    reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
-        {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
+    """Yield the definitions of the terms of a report."""
+    counts = ", ".join(str(sum(entry.difference is not None for entry in part.entries)) for part in parts)
+    yield ("Difference: a run minus the baseline's run with the same seed, averaged over the seeds. Runs that differ "
+           "only in the connection or its arguments start from the same weights and see the same batches.")
     yield ("95 % CI: Student's confidence interval of the mean difference. It covers the variation between seeds, not "
            "the sampling of the evaluated images, and is not adjusted for the number of comparisons. A difference has "
            "no interval if there is one pair, or if all pairs differ by the same amount: their variance is then "
            "unknown, not zero.")
-    if reaches:
-        yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
-    yield ("Pooled variance: in a group of settings that are compared with each other, a metric is modelled as a value "
-           "of the setting plus a value of the seed plus an error. One error variance is estimated from all groups. "
-           "Because the variance may differ between settings, p and the reading use only the paired differences.")
-    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. A "
+    yield (f"p (Holm): two-sided p of the paired differences, adjusted for the comparisons of the study ({counts}). A "
            "difference without interval counts as p = 1. A difference is detected if its adjusted p is at most 0.05. "
            "“Not detected” is no evidence that two settings are equal.")
-    if any(entry.effects for entry in compared):
-        yield ("The paper's differences are from the paper's data sets, in points. The last column has the "
-               "half-width of the paired interval, and the paper's differences that it excludes and contains.")
 
 
 # ------------------------------------------------------------------------------------------- how it was made
@@ -457,13 +391,12 @@ def _made(part: Part) -> dict[str, str]:
            if key not in study["axes"]},
         "trainer": _distinct(run.get("trainer") for run in runs),
         "device": _distinct(run.get("device") for run in runs),
-        "wall time": _wall_time(runs),
         "unfinished": _count(part.unfinished, "run") if part.unfinished else "none",
-        **made_with(study, runs),
+        **_made_with(study, runs),
     }
 
 
-def made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
+def _made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
     """Return versions, commits and machines of the runs. A run without `made_with` has the study's `versions`."""
     made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
     versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
@@ -483,31 +416,6 @@ def _seeded(run: Run) -> str:
 
 def _distinct(values: Any, between: str = ", ") -> str:
     return between.join(dict.fromkeys(str(value) for value in values if value))
-
-
-def _wall_time(runs: Sequence[Run]) -> str:
-    seconds = [run["seconds"] for run in runs if finite(run.get("seconds"))]
-    whole = sum(seconds)
-    text = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
-    return f"{text} of training in {_count(seconds, 'run')}" if seconds else ""
-
-
-def _text(parts: Sequence[Part], folder: Path) -> str:
-    paragraphs, between = [], "\n\n" if len(parts) == 1 else "\n"
-    for part in parts:
-        paragraphs += [f"{part.title}{between}{part.about}", _short(part)]
-        paragraphs += [f"not finished: {'; '.join(part.unfinished)}"] if part.unfinished else []
-    if any(part.runs for part in parts):
-        paragraphs.append(_lead(parts))
-    return "\n\n".join([*paragraphs, f"report: {folder / 'report.html'}"])
-
-
-def _short(part: Part) -> str:
-    if not part.runs:
-        return _NOTHING
-    if part.layout.generic:
-        return page.text_table(tables.overview(part.runs, part.entries, part.layout))
-    return page.text_table(tables.printed(part.entries, part.layout))
 
 
 # -------------------------------------------------------------------------------------------- records

@@ -1,12 +1,11 @@
-"""Statistics of runs that are paired by seed: paired and pooled confidence intervals, and adjusted p-values.
+"""Statistics of runs that are paired by seed: confidence intervals and adjusted p-values.
 
 The docstrings of the estimators give the formulas. The distributions are from SciPy.
 """
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Hashable, Mapping, Optional, Sequence
+from typing import Optional, Sequence
 
 import numpy as np
 from scipy import stats
@@ -29,15 +28,6 @@ class Difference:
         """The ends of the interval, or (-inf, inf) if there is no interval."""
         half_width = math.inf if self.half_width is None else self.half_width
         return self.mean - half_width, self.mean + half_width
-
-    def contains(self, value: float) -> bool:
-        """Return whether the interval contains a value."""
-        low, high = self.ends
-        return low <= value <= high
-
-    def contained(self, effects: Mapping[str, float]) -> dict[str, float]:
-        """Return the effects that the interval contains."""
-        return {name: effect for name, effect in effects.items() if self.contains(effect)}
 
     @property
     def why_no_interval(self) -> str:
@@ -101,15 +91,6 @@ def student_interval(
     return Difference(mean, float(stats.t.ppf((1 + level) / 2, freedom)) * error, pairs, p)
 
 
-def reach(pairs: int) -> float:
-    """Return the half-width of a paired interval in standard deviations of the differences: t(0.975, n - 1) / sqrt(n).
-
-    >>> round(reach(3), 2)
-    2.48
-    """
-    return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
-
-
 def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
     """Return Holm's adjusted p-values: for p_(1) <= ... <= p_(m) the running maximum of min(1, (m - i + 1) p_(i)).
 
@@ -137,64 +118,10 @@ def detected(p: Optional[float]) -> bool:
     return p is not None and p <= LEVEL
 
 
-Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatment -> seed -> value
-
-
-def pooled_contrasts(
-        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
-) -> list[Optional[Difference]]:
-    """Return weighted sums of treatments with one error variance for all cells of a study.
-
-    The model y_cts = treatment_ct + seed_cs + error is fitted by least squares to the values of all cells c. With the
-    design matrix X, f = observations - rank(X) and coefficients b, the error variance s^2 is the sum of squared
-    residuals divided by f, and a contrast w'b has the interval w'b ± t(0.975, f) sqrt(s^2 w'(X'X)^+ w). This is the
-    analysis of randomised blocks (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
-
-    With several cells, or with more than two treatments in a cell, f is larger than the n - 1 degrees of freedom of
-    paired t. The intervals are valid only if cells share one error variance.
-
-    Args:
-        blocks: The values of each cell.
-        contrasts: Weights by (index of the cell, treatment). In each cell they sum to zero.
-
-    Returns:
-        One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
-        seed in common, or if the weights of a cell do not sum to zero.
-    """
-    observed = [(cell, treatment, seed, value) for cell, block in enumerate(blocks)
-                for treatment, values in block.items() for seed, value in values.items()]
-    columns = {key: index for index, key in enumerate(dict.fromkeys([
-        *((cell, treatment) for cell, block in enumerate(blocks) for treatment in block),
-        *(("seed", cell, seed) for cell, _, seed, _ in observed)]))}
-    design = np.zeros((len(observed), len(columns)))
-    for row, (cell, treatment, seed, _) in enumerate(observed):
-        design[row, [columns[cell, treatment], columns["seed", cell, seed]]] = 1.0
-    y = np.array([value for *_, value in observed])
-    freedom = len(y) - int(np.linalg.matrix_rank(design)) if len(y) else 0
-    if not freedom:
-        return [None] * len(contrasts)
-    inverse = np.linalg.pinv(design.T @ design, rcond=1e-9, hermitian=True)
-    coefficients = inverse @ design.T @ y
-    variance = float(np.sum((y - design @ coefficients) ** 2)) / freedom
-    differences: list[Optional[Difference]] = []
-    for weights in contrasts:
-        w, by_cell = np.zeros(len(columns)), defaultdict(dict)
-        for (cell, treatment), weight in weights.items():
-            w[columns[cell, treatment]] = by_cell[cell][treatment] = weight
-        pairs = min(len(set.intersection(*(set(blocks[cell][treatment]) for treatment in of_cell)))
-                    for cell, of_cell in by_cell.items())
-        balanced = all(math.isclose(sum(of_cell.values()), 0.0, abs_tol=1e-9) for of_cell in by_cell.values())
-        error = math.sqrt(variance * float(w @ inverse @ w))
-        differences.append(student_interval(float(w @ coefficients), error, freedom, pairs, float(np.abs(y).max()))
-                           if pairs and balanced else None)
-    return differences
-
-
 def reading(difference: Optional[Difference]) -> str:
     """Return an interval in words: `higher`, `lower`, `not detected` if it contains zero, or why there is no interval.
 
-    The interval is not adjusted for the number of comparisons. :attr:`.tables.Entry.reading` adds a note about Holm's
-    adjustment.
+    The interval is not adjusted for the number of comparisons.
 
     >>> reading(Difference(0.5, 0.2, 3)), reading(Difference(0.1, 0.2, 3))
     ('higher', 'not detected')
@@ -206,24 +133,3 @@ def reading(difference: Optional[Difference]) -> str:
     if abs(difference.mean) <= difference.half_width:
         return "not detected"
     return "higher" if difference.mean > 0 else "lower"
-
-
-def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: int = 2) -> str:
-    """Return in words the half-width, and the paper's differences that the interval excludes and contains.
-
-    If the interval contains any of these differences and zero, zero is listed too.
-
-    >>> sees(Difference(0.5, 0.2, 3), {"CIFAR-10": 0.6, "CIFAR-100": 1.2})
-    "± 0.20; excludes the paper's +1.20 (CIFAR-100); contains the paper's +0.60 (CIFAR-10)"
-    """
-    if difference is None or difference.half_width is None:
-        return "–"
-    contained = difference.contained(paper)
-    named = {name: f"{effect:+.{digits}f}{f' ({name})' if name else ''}" for name, effect in paper.items()}
-    inside, outside = ([named[name] for name in paper if (name in contained) is side] for side in (True, False))
-    parts = [f"± {difference.half_width:.{digits}f}"]
-    if outside:
-        parts.append(f"excludes the paper's {', '.join(outside)}")
-    if inside:
-        parts.append(f"contains {'zero and ' if difference.contains(0) else ''}the paper's {', '.join(inside)}")
-    return "; ".join(parts)

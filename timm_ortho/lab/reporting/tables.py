@@ -1,20 +1,20 @@
-"""Make the tables of a report: measured and published metrics, differences, every run, and additional tables.
+"""Make the tables of a report: results with their differences and the paper's numbers, every run, and further tables.
 
-Runs that differ only in the seed are a group. Each metric of a group is an `Entry` with a position in the table.
+Runs that differ only in the seed are a group. Each metric of a group is an `Entry`.
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import starmap
-from statistics import fmean, median, stdev
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
+from statistics import fmean, stdev
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from ..._text import finite
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
-from .statistics import Difference, detected, holm, paired_difference, pooled_contrasts, reading, sees
+from .statistics import Difference, detected, holm, paired_difference, reading
 
-NOT_RUN, NONE = "not run", "–"
+NONE = "–"
 Group = tuple[tuple[tuple[str, Any], ...], str]  # (axis, value) pairs of the grid's cell, and the connection
 
 
@@ -23,8 +23,8 @@ class Entry:
     """One metric of a group of runs."""
 
     group: Group
-    position: Position  # position in the table
-    names: Sequence[str]  # the names of row and column outside the table, such as `depth = 2` for a row `2`
+    position: Position  # names of the row and of the column
+    names: Sequence[str]  # the same outside the table, such as `depth = 2` for a row `2`
     measure: str
     title: str
     values: Mapping[int, float]  # finite values by seed
@@ -32,20 +32,14 @@ class Entry:
     planned: int  # number of seeds that the study sets
     paper: Optional[Sequence[float]] = None  # mean and standard deviation in the paper
     baseline: Optional[Position] = None  # position of the baseline; equal to `position` for the baseline itself
-    difference: Optional[Difference] = None  # to the baseline, over the seeds that both have
-    pooled: Optional[Difference] = None  # the same difference, with an error variance from all groups
-    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without `p`
-    effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
+    pairs: Mapping[int, float] = field(default_factory=dict)  # differences to the baseline by seed
+    difference: Optional[Difference] = None  # over the seeds that both have
+    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without p
+    effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences by data set
 
     @property
     def digits(self) -> int:
-        """Decimal places of the metric."""
         return MEASURES[self.measure].digits
-
-    @property
-    def p(self) -> Optional[float]:
-        """The unadjusted p of the difference."""
-        return self.difference.p if self.difference else None
 
     @property
     def is_compared(self) -> bool:
@@ -58,11 +52,9 @@ class Entry:
         return detected(self.holm)
 
     @property
-    def reading(self) -> str:
-        """The interval in words. A note marks a difference that is significant only before Holm's adjustment."""
-        words = reading(self.difference)
-        only_unadjusted = words in ("higher", "lower") and not self.is_detected
-        return f"{words}, but not after Holm's adjustment" if only_unadjusted else words
+    def label(self) -> str:
+        """The names of row and column without that of the measure."""
+        return ", ".join(name for name in self.names if name != self.title)
 
     @cached_property
     def moments(self) -> list[float]:
@@ -83,17 +75,21 @@ class Entry:
         return _spread(self.moments, self.digits) + (f" ({', '.join(notes)})" if notes else "")
 
     def compared(self) -> str:
-        """Return the difference to the baseline as text, or `baseline` for the baseline itself.
-
-        If fewer pairs are finished than the study has seeds, the text has their number.
-        """
+        """Return the difference to the baseline as text, or why there is none."""
         if self.baseline == self.position:
             return "baseline"
         if self.difference is None:
-            return NONE
+            return reading(None) if self.is_compared else NONE
         pairs = self.difference.pairs
+        if self.difference.half_width is None and pairs > 1:
+            return str(self.difference)
         note = f" ({pairs} pair{'s' * (pairs > 1)})" if pairs < self.planned else ""
         return f"{self.difference.text(self.digits)}{note}"
+
+    def effects_text(self) -> str:
+        """Return the paper's differences, such as `+0.60 (CIFAR-10), +1.20 (CIFAR-100)`."""
+        return ", ".join(f"{effect:+.{self.digits}f}{f' ({name})' if name else ''}"
+                         for name, effect in self.effects.items()) or NONE
 
 
 def _spread(moments: Sequence[float], digits: int) -> str:
@@ -105,9 +101,8 @@ def _spread(moments: Sequence[float], digits: int) -> str:
 def entries_of(runs: Sequence[Run], layout: Layout) -> list[Entry]:
     """Return an entry for each group and each measure that a run of the group has, sorted by group."""
     groups = grouped(runs, group_of)
-    unadjusted = [entry for measure in layout.measures
-                  for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
-    adjusted = iter(holm([entry.p for entry in unadjusted if entry.difference]))
+    unadjusted = [entry for measure in layout.measures for entry in _of_measure(groups, measure, layout)]
+    adjusted = iter(holm([entry.difference.p for entry in unadjusted if entry.difference]))
     with_holm = [replace(entry, holm=next(adjusted)) if entry.difference else entry for entry in unadjusted]
     return sorted(with_holm, key=lambda entry: list(groups).index(entry.group))
 
@@ -130,6 +125,7 @@ def _of_measure(groups: Mapping[Group, list[Run]], name: str, layout: Layout) ->
             seeds = sorted(values[group].keys() & values[baseline].keys()) if baseline != group else []
             pair = [[values[side][seed] for seed in seeds] for side in (group, baseline)]
             compared = dict(baseline=positions[baseline], effects=_effects(keys[group], keys[baseline], layout),
+                            pairs={seed: values[group][seed] - values[baseline][seed] for seed in seeds},
                             difference=paired_difference(*pair) if seeds else None)
         row = [layout.named(dimension, keys[group][dimension], text)
                for dimension, text in zip(layout.rows, position[0], strict=True)]
@@ -180,33 +176,13 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
     return {"": effects[""]} if "" in effects else effects
 
 
-def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
-    """Add differences with pooled variance.
-
-    Entries are in the same cell if they differ only in the connection and in the axes that the study's baseline sets.
-    """
-    def cell(entry: Entry) -> tuple:
-        return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
-
-    cells = grouped(entries, cell)
-    numbers = {name: number for number, name in enumerate(cells)}
-    pooled = iter(pooled_contrasts(
-        [{entry.position: entry.values for entry in members} for members in cells.values()],
-        [{(numbers[cell(entry)], entry.position): 1.0, (numbers[cell(entry)], entry.baseline): -1.0}
-         for entry in entries if entry.difference]))
-    return [replace(entry, pooled=next(pooled)) if entry.difference else entry for entry in entries]
-
-
 def plain(entry: Entry) -> dict[str, Any]:
     """Return an entry for JSON. Differences are rounded, because their last digits depend on library versions."""
-    def rounded(difference: Optional[Difference]) -> Optional[dict]:
-        return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # -0.0 becomes 0.0
-                                  for key, value in asdict(difference).items()}, "p": _short(difference.p)}
-
     mean, std = [*entry.moments, None, None][:2]
     difference = entry.difference and {
-        **rounded(entry.difference), "reading": reading(entry.difference), "pooled": rounded(entry.pooled),
-        "p_holm": _short(entry.holm), "sees": sees(entry.difference, entry.effects, entry.digits),
+        **{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # -0.0 becomes 0.0
+           for key, value in asdict(entry.difference).items()},
+        "p": _short(entry.difference.p), "p_holm": _short(entry.holm), "reading": reading(entry.difference),
         "paper": entry.effects}
     return {
         "row": entry.position[0], "column": entry.position[1], "measure": entry.measure,
@@ -220,109 +196,23 @@ def _short(p: Optional[float]) -> Optional[float]:
     return p if p is None else float(f"{p:.6g}")
 
 
-# ------------------------------------------------------------------------------------------ the main table
-def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the measured numbers beside those of the paper or, for a study without a paper, beside the differences."""
-    scale = layout.study["scale"]
-    here = {entry.position: str(entry) for entry in entries}
-    if not layout.has_paper:
-        compared = {entry.position: entry.compared() for entry in entries}
-        titles = (layout.value_title, "difference [95 % CI]")
-        return side_by_side(layout.names, here, compared, titles, (NOT_RUN, NONE))
-    title = "here" if scale == "paper" else f"here ({scale})"
-    digits = {layout.label("measure", name): MEASURES[name].digits for name in layout.measures}
-    stated = {(row, column): _spread(moments, next((digits[name] for name in (*column, *row) if name in digits), 2))
-              for (row, column), moments in layout.stated.items()}
+# ------------------------------------------------------------------------------------------------- tables
+def results(entries: Sequence[Entry], layout: Layout) -> Table:
+    """Return a line for each metric of a group: its mean, the difference to the baseline, and the paper's numbers."""
+    columns = list(dict.fromkeys(", ".join(entry.position[1]) for entry in entries))
+    named = [layout.column_title] if len(columns) > 1 else []
+    here = columns[0] if len(columns) == 1 else "mean"
+    optional = {  # a column is left out if no line has a text in it
+        "p (Holm)": lambda entry: NONE if entry.holm is None else f"{entry.holm:.2g}",
+        "paper": lambda entry: _spread(entry.paper, entry.digits) if entry.paper else NONE,
+        "the paper's difference": lambda entry: entry.effects_text()}
+    shown = {title: text for title, text in optional.items() if any(text(entry) != NONE for entry in entries)}
     order = layout.rows.index(layout.order) if layout.order else None
-    return side_by_side(layout.names, stated, here, ("paper", title), (layout.unstated, NOT_RUN), order)
-
-
-def side_by_side(
-        names: Sequence[str], left: Mapping[Position, str], right: Mapping[Position, str],
-        titles: tuple[str, str] = ("paper", "here"), missing: tuple[str, str] = ("not in the paper", NOT_RUN),
-        order: Optional[int] = None,
-) -> Table:
-    """Return a table with a left and a right column for each column name.
-
-    Args:
-        names: Titles of the columns that name a row.
-        left, right: Texts by position. Columns without texts in `right` come last.
-        titles: Titles of the left and the right columns.
-        missing: Texts for positions that one side lacks. Positions that both sides lack have a dash.
-        order: Index into a row's names. Rows are sorted by the number at the start of this name. By default, rows are
-            in the order of `left` and then `right`, grouped by their first name.
-    """
-    rows = list(dict.fromkeys(row for row, _ in (*left, *right)))
-    first = list(dict.fromkeys(row[0] for row in rows))
-    rows.sort(key=lambda row: first.index(row[0]) if order is None else (float(row[order].split(",")[0]), *row))
-    having = {column for _, column in right}
-    columns = sorted(dict.fromkeys(column for _, column in (*left, *right)), key=lambda column: column not in having)
-
-    def pair(position: Position) -> list[str]:
-        in_either = position in left or position in right
-        return [side.get(position, text if in_either else NONE)
-                for side, text in zip((left, right), missing, strict=True)]
-
-    return Table([*names, *(titles * len(columns))],
-                 [[*row, *(text for column in columns for text in pair((row, column)))] for row in rows],
-                 len(names), [(", ".join(column), 2) for column in columns])
-
-
-def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the table of `timm-ortho compare`, one row for each group. Speed and memory are medians over the runs."""
-    axes, baseline = layout.study["axes"], ", ".join(
-        layout.named(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
-    rows = []
-    for entry in (entry for entry in entries if entry.measure == "top1"):
-        members = [run for run in runs if group_of(run) == entry.group]
-        untested = entry.difference is not None and entry.difference.half_width is None
-        rows.append([
-            *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
-            str(entry), str(entry.difference) if untested else entry.compared(),
-            _middle(fmean, members, "best_top1"), str(entry.runs), _middle(median, members, "images_per_second"),
-            _middle(median, members, "peak_memory")])
-    return Table([*axes, "connection", "top-1 %", f"difference to {baseline} [95 % CI]", "best epoch %",
-                  "seeds", "images/s", "peak memory"], rows, len(axes) + 1)
-
-
-def _middle(of: Callable, runs: Sequence[Run], key: str) -> str:
-    values = [run[key] for run in runs if finite(run.get(key))]
-    return _COLUMNS[key][1](of(values)) if values else "unknown"
-
-
-def _memory(value: Optional[float]) -> str:
-    return f"{value / 2**20:,.0f} MiB" if value else "unknown"
-
-
-# ------------------------------------------------------------------------------- differences, and every run
-def differences(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return a table with a row for each entry that has a baseline other than itself."""
-    names = {entry.position: entry.names for entry in entries}
-
-    def against(entry: Entry) -> str:
-        return ", ".join(other for name, other in zip(entry.names, names[entry.baseline], strict=True) if name != other)
-
-    half_width = "half-width; the paper's differences" if any(entry.effects for entry in entries) else "half-width"
-    return Table(
-        [*layout.names, layout.column_title, "against", "difference [95 % CI]", "pooled variance [95 % CI]", "p (Holm)",
-         "reading", half_width],
-        [[*entry.position[0], ", ".join(entry.position[1]), against(entry), entry.compared(),
-          entry.pooled.text(entry.digits) if entry.pooled else NONE,
-          NONE if entry.holm is None else f"{entry.holm:.2g}", entry.reading,
-          sees(entry.difference, entry.effects, entry.digits)] for entry in entries if entry.is_compared],
-        len(layout.rows) + 1)
-
-
-def printed(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the table that the command prints: a line for each metric of a group."""
-    stated = ["paper"] if layout.has_paper else []
-    return Table(
-        [*layout.names, layout.column_title, *stated, "here" if stated else layout.value_title, "difference [95 % CI]",
-         "reading"],
-        [[*entry.position[0], ", ".join(entry.position[1]),
-          *(_spread(entry.paper, entry.digits) if entry.paper else layout.unstated for _ in stated), str(entry),
-          entry.compared(), entry.reading if entry.is_compared else ""] for entry in entries],
-        len(layout.rows) + 1)
+    if order is not None:
+        entries = sorted(entries, key=lambda entry: float(entry.position[0][order].split(",")[0]))
+    return Table([*layout.names, *named, here, "difference [95 % CI]", *shown],
+                 [[*entry.position[0], *(", ".join(entry.position[1]) for _ in named), str(entry), entry.compared(),
+                   *(text(entry) for text in shown.values())] for entry in entries], len(layout.names) + len(named))
 
 
 def setting(axis: str, value: Any) -> str:
@@ -342,8 +232,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "model": ("model", lambda name: name.removesuffix("_ortho")), "parameters": ("parameters", "{:,}".format),
     "top1": ("top-1 %", _with_digits(2)), "top5": ("top-5 %", _with_digits(2)),
     "best_top1": ("best top-1 %", _with_digits(2)), "loss": ("loss", _with_digits(4)), "epochs": ("epochs", str),
-    "images_per_second": ("images/s", _with_digits(0)), "peak_memory": ("peak memory", _memory),
-    "seconds": ("seconds", _with_digits(1)), "trainer": ("trainer", str),
+    "peak_memory": ("peak memory", lambda value: f"{value / 2**20:,.0f} MiB" if value else "unknown"),
+    "trainer": ("trainer", str),
 }
 
 
@@ -362,6 +252,13 @@ def every_run(runs: Sequence[Run], layout: Layout) -> Table:
          for run in runs], 2)
 
 
+def tidy(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each run, epoch and metric of the history. Epochs are counted from 1."""
+    for run in runs:
+        names = {**run["cell"], "connection": run["connection"], "seed": run["seed"]}
+        for row in run.get("history") or ():
+            yield from ({**names, "epoch": row["epoch"] + 1, "metric": metric, "value": value}
+                        for metric, value in row.items() if metric != "epoch")
 # ----------------------------------------------------------------------------------------- further tables
 class Extra(NamedTuple):
     """An additional table, with a title and a note below it."""
