@@ -1,9 +1,11 @@
 """Hook of mkdocs: pages keep the paths that they have in the repository, and each command has a section.
 
 Links between README, docs, model cards and source files are relative paths. They work on GitHub and on the site,
-because the site contains these files at the same paths. `docs/commands.md` is the help of all commands.
+because the site contains these files at the same paths. `docs/commands.md` is the help of all commands, and
+`docs/quickstart.md` the notebook.
 """
 import argparse
+import json
 import os
 import re
 from pathlib import Path
@@ -22,13 +24,29 @@ def on_files(files: Files, config: Any) -> Files:
     pages = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))
              for path in sorted(found)]
     pages.append(File.generated(config, "docs/commands.md", content=commands()))
+    pages.append(File.generated(config, "docs/quickstart.md", content=notebook(ROOT / "docs" / "quickstart.ipynb")))
     return Files([*files.css_files(), *files.javascript_files(), *pages])
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Return a page without its links to folders, which the site does not list."""
+    """Return a page without links to folders, which the site does not list, and with links to rendered notebooks."""
     folder = (ROOT / page.file.src_uri).parent
+    markdown = markdown.replace(".ipynb)", ".md)")
     return LINK.sub(lambda link: link[1] if (folder / link[2]).is_dir() else link[0], markdown)
+
+
+def notebook(path: Path) -> str:
+    """Return a notebook as Markdown: its cells, with text and plots of their outputs."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            text = "".join(output.get("text", data.get("text/plain", ())))
+            text = f"````text\n{text.rstrip()}\n````"  # four, because a model card contains three
+            parts.append("".join(data.get("image/svg+xml", text)))
+    return "\n\n".join(parts)
 
 
 def commands() -> str:
