@@ -5,6 +5,7 @@ because the site contains these files at the same paths. `docs/commands.md` is t
 `docs/quickstart.md` the notebook.
 """
 import argparse
+import base64
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any, Iterator
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+GENERATED = "[notebook](docs/quickstart.md), [help of the commands](docs/commands.md)"
 LINK = re.compile(r"\[([^]]+)\]\(([^)#]+)\)")
 
 
@@ -29,9 +31,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Return a page without links to folders, which the site does not list, and with links to rendered notebooks."""
+    """Return a page without links to folders, which the site does not list, and with links to its generated pages."""
     folder = (ROOT / page.file.src_uri).parent
-    markdown = markdown.replace(".ipynb)", ".md)")
+    markdown = markdown.replace("[notebook](docs/quickstart.ipynb)", GENERATED)
     return LINK.sub(lambda link: link[1] if (folder / link[2]).is_dir() else link[0], markdown)
 
 
@@ -44,8 +46,10 @@ def notebook(path: Path) -> str:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             text = "".join(output.get("text", data.get("text/plain", ())))
-            text = f"````text\n{text.rstrip()}\n````"  # four, because a model card contains three
-            parts.append("".join(data.get("image/svg+xml", text)))
+            parts.append(f"````text\n{text.rstrip()}\n````")  # four, because a model card contains three
+            if "image/svg+xml" in data:
+                svg = base64.b64encode("".join(data["image/svg+xml"]).encode()).decode()
+                parts[-1] = f'<img alt="plot" src="data:image/svg+xml;base64,{svg}">'
     return "\n\n".join(parts)
 
 

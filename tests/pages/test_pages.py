@@ -63,7 +63,19 @@ def test_the_notebook_is_a_page_of_the_site():
     assert page.startswith("# timm-ortho in five minutes")
     assert "```python\nimport timm\n" in page
     assert "````text\ntorch.Size([1, 10])\n````" in page
-    assert page.count("</svg>") == 1
+    assert page.count('src="data:image/svg+xml;base64,') == 1
+
+
+def test_every_page_of_the_site_is_reached_in_two_clicks():
+    site = pytest.importorskip("scripts.pages.site", reason="needs mkdocs")
+    first = {(ROOT / target.partition("#")[0]).resolve() for target in targets(ROOT / "README.md")}
+    first |= {ROOT / path for path in re.findall(r"\(([^)]+)\)", site.GENERATED)}
+    second = {(path.parent / target.partition("#")[0]).resolve()
+              for path in first if path.suffix == ".md" and path.is_file() for target in targets(path)}
+    navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+    linked = {ROOT / path for path in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
+    assert linked - {ROOT / "README.md"} <= first | second
+    assert "[notebook](docs/quickstart.ipynb)" in text_of(ROOT / "README.md")  # the site replaces it by GENERATED
 
 
 def test_the_most_frequent_error_is_answered():

@@ -58,7 +58,7 @@ for command in COMMANDS:
 def commands(name):
     """Yield the commands of a page, changed so that they are short."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text_of(ROOT / "docs" / name), re.DOTALL | re.MULTILINE)
-    for line in "".join(blocks).splitlines():
+    for line in "".join(blocks).replace("\\\n   ", "").splitlines():
         command = re.sub(r"\s+#.*", "", line)
         needs_timm = command.startswith(("python", "timm-ortho run", "timm-ortho study"))
         needs_pandas = "inference.py" in command and not importlib.util.find_spec("pandas")
@@ -127,7 +127,7 @@ def test_measure_the_stream(tmp_path, monkeypatch, capsys):
 def test_batch_of_the_torchrun_lines():
     """Processes x batch x accumulated steps is the batch of the recipe that the line uses."""
     for name in ("README.md", "docs/distributed.md"):
-        text = text_of(ROOT / name)
+        text = text_of(ROOT / name).replace("\\\n   ", "")
         recipe, = re.findall(r"timm-ortho recipe (\w+) > recipe.yaml", text)
         batch = re.search(r"^batch_size: (\d+)", recipes()[recipe].read_text(encoding="utf-8"), re.MULTILINE)[1]
         lines = re.findall(r"^torchrun --nproc.per.node.(\d+) train\.py .* -b (\d+) --grad-accum-steps (\d+)", text,
