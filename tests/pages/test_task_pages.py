@@ -10,12 +10,12 @@ import re
 import numpy as np
 import pytest
 import timm
+import yaml
 from PIL import Image
 from safetensors.torch import save_model
 from test_pages import ROOT, snippets, text_of
 
 from timm_ortho import cli
-from timm_ortho.lab.planning.recipe import shipped as recipes
 
 TIMM_DIR = os.environ.get("TIMM_DIR", "")
 REPLACED = {
@@ -124,12 +124,13 @@ def test_measure_the_stream(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "sites.svg").is_file()
 
 
-def test_batch_of_the_torchrun_lines():
+def test_batch_of_the_torchrun_lines(capsys):
     """Processes x batch x accumulated steps is the batch of the recipe that the line uses."""
     for name in ("README.md", "docs/distributed.md"):
         text = text_of(ROOT / name).replace("\\\n   ", "")
         recipe, = re.findall(r"timm-ortho recipe (\w+) > recipe.yaml", text)
-        batch = re.search(r"^batch_size: (\d+)", recipes()[recipe].read_text(encoding="utf-8"), re.MULTILINE)[1]
+        assert cli.main(["recipe", recipe]) == 0
+        batch = yaml.safe_load(capsys.readouterr().out)["batch_size"]
         lines = re.findall(r"^torchrun --nproc.per.node.(\d+) train\.py .* -b (\d+) --grad-accum-steps (\d+)", text,
                            re.MULTILINE)
-        assert {int(np.prod([*map(int, line)])) for line in lines} == {int(batch)}
+        assert {int(np.prod([*map(int, line)])) for line in lines} == {batch}
