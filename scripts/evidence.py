@@ -7,7 +7,7 @@
 each epoch. This script computes from the archives:
 
 * `model_cards/decisions.csv`: a row for each hypothesis, with its difference, interval, p and decision
-* the table of docs/evidence.md, and the bullets of README and of this page
+* the table and the notes of docs/evidence.md, and README's table of gains
 * `model_cards/results/curves.svg`: training loss by step and accuracy by epoch of C1 and C2
 * `model_cards/results/SHA256SUMS`: checksums of the archives, so that `--check` names a changed file
 
@@ -21,7 +21,6 @@ import hashlib
 import io
 import math
 import sys
-import textwrap
 from functools import cache
 from pathlib import Path
 from statistics import fmean, variance
@@ -302,7 +301,7 @@ def row_of(one: Hypothesis, difference: Optional[Difference], p: Optional[float]
     }
 
 
-# ------------------------------------------------------------------------------ tables and bullets
+# -------------------------------------------------------------------------------- tables and notes
 def decisions_csv() -> str:
     file, rows = io.StringIO(), decisions()
     writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -324,45 +323,45 @@ def decisions_table() -> str:
     return table(header, lines)
 
 
-def bullets(docs: str) -> str:
-    """Return the answer to "Should I use it?" as a list in Markdown.
-
-    Args:
-        docs: Path from the page to the folder docs.
-    """
+def gains_table() -> str:
+    """Return README's table: F − linear in our runs and in the paper, for each network and data set."""
     of = {one.id: one for one in HYPOTHESES}
-    vits = [of[name] for name in ("C2", "C1", "H1")]
+    accuracy = section("accuracy")
+
+    def lead_in_paper(model: str, data: str) -> float:
+        return accuracy[model][data]["feature"][0] - accuracy[model][data]["linear"][0]
+
+    resnets = [lead_in_paper(model, data) for model, by_data in accuracy.items() if model.startswith("resnetv2_")
+               for data in by_data if not data.endswith("_first_version")]
+    vits = [(of["C2"], lead_in_paper("vit_s", "tiny_imagenet")), (of["C1"], lead_in_paper("vit_s", "cifar10")),
+            (of["H1"], None)]
+    rows = [(f"{one.model}, {one.data}", measure(one), f"{paper:+.2f} (ViT-S)" if paper else "")
+            for one, paper in vits]
+    rows += [
+        ("narrow ResNetV2-18, Fashion-MNIST", measured({RESNET: lead()}),
+         f"{span(resnets, '{:+.2f}')} (all ResNetV2s)"),
+        ("PoolFormer, Fashion-MNIST", measured({POOL: pool("pool(x) - x")}), ""),
+        ("ViT-B, ImageNet-1k", None, f"{lead_in_paper('vit_b', 'imagenet1k'):+.2f}"),
+    ]
+    lines = [(name, f"{found.text()}, {found.pairs} pairs" if found else "not run", paper or "–")
+             for name, found, paper in rows]
+    return table(("network, data", "F − linear, our runs", "in the paper"), lines)
+
+
+def notes() -> str:
+    """Return what docs/evidence.md reports beside the table of hypotheses, as a list in Markdown."""
+    of = {one.id: one for one in HYPOTHESES}
+    vits = [of[name] for name in ("C1", "C2", "H1")]
     runs = [run for one in vits for run in archive(next(iter(one.contrast)))[1]]
     sizes = span([run["parameters"] / 1e6 for run in runs], "{:.1f}")
-    epochs = span([run["epochs"] for run in runs], "{}")
-    gains = [f"{measure(one).text()} on {one.data}" for one in vits]
-    seeds = [measure(one).pairs for one in vits]
     losses = [value for one in vits for value in by_seed(one.contrast, train_loss)]
-    vit_b = section("accuracy")["vit_b"]["imagenet1k"]
-    resnet, pools = measured({RESNET: lead()}), measured({POOL: pool("pool(x) - x")})
     below = [measured({name: rate_slope(rates[:-1])}).text()
              for one, rates in ((of["H2"], RATES), (of["P2b"], RATES_FASHION)) for name in one.contrast]
-    texts = [
-        f"**A ViT trained from scratch: try Orthogonal-F** (suffix `_ortho`). In narrow ViTs ({sizes} million "
-        f"parameters, {epochs} epochs), its gain in points of top-1 [95 % interval] is {gains[0]}, {gains[1]} and "
-        f"{gains[2]} ({seeds[0]}, {seeds[1]} and {seeds[2]} seeds). Its final training loss is lower in "
-        f"{sum(value < 0 for value in losses)} of {len(losses)} pairs.",
-        f"**Wide ViTs, long training, colour jitter, RandAugment, MixUp, CutMix and random erasing:** not tested. "
-        f"In the paper, ViT-B on ImageNet-1k reaches {vit_b['feature'][0]} % with Orthogonal-F and "
-        f"{vit_b['linear'][0]} % with plain addition.",
-        f"**A ResNet: compare both on your data.** The gain is from -0.47 to +2.01 over all ResNetV2s of the paper. In "
-        f"our one small ResNet, on Fashion-MNIST at a learning rate that was not tuned, it is {resnet.text()}.",
-        f"**Keep your learning rate.** Orthogonal-F loses less if it is far too high: a tenfold rate adds "
-        f"{measure(of['H2']).text()} (digits) and {measure(of['P2b']).text()} (Fashion-MNIST) to its gain; without the "
-        f"highest rate, {below[0]} and {below[1]}.",
-        f"**Do not use it in models whose branches subtract their input**, such as PoolFormer: {pools.text()} on "
-        f"Fashion-MNIST.",
-        f"**Fine-tuning of pretrained weights:** not tested ([advice]({docs}settings.md#fine-tuning-pretrained-"
-        "weights)).",
-    ]
-    wrapped = [textwrap.fill(f"- {text}", 130, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-               for text in texts]
-    return "\n".join(wrapped)
+    return (
+        f"- The networks of C1, C2 and H1 have {sizes} million parameters. The final training loss of F is lower in "
+        f"{sum(value < 0 for value in losses)} of their {len(losses)} pairs.\n"
+        f"- Without the highest rate, the slopes of H2 and P2b are {below[0]} and {below[1]}: F loses less than linear "
+        "at a rate that is far too high.")
 
 
 # --------------------------------------------------------------------------------- files and check
@@ -380,8 +379,8 @@ def texts(root: Path) -> dict[Path, str]:
     return {
         root / "model_cards" / "results" / "SHA256SUMS": checksums(),
         root / "model_cards" / "decisions.csv": decisions_csv(),
-        page: replaced(page, {"bullets": bullets(""), "decisions": decisions_table()}, script),
-        front: replaced(front, {"bullets": bullets("docs/")}, script),
+        page: replaced(page, {"decisions": decisions_table(), "notes": notes()}, script),
+        front: replaced(front, {"gains": gains_table()}, script),
     }
 
 

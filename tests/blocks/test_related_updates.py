@@ -37,7 +37,7 @@ def page(request, tmp_path):
 
 @pytest.mark.skipif(not PAGE.exists(), reason="requires a checkout of the repository")
 def test_each_example_has_at_most_twelve_lines():
-    assert len(examples()) == len(NAMES) + 1
+    assert len(examples()) == len(NAMES) + 3
     assert max(len([line for line in example.splitlines() if line]) for example in examples()) <= 12
 
 
@@ -88,14 +88,45 @@ def test_rezero_starts_as_the_identity(page):
     assert torch.equal(timm_ortho.create_connection("rezero")(x, f), x)
 
 
+def exclusive(attention, x, gate=1.0):
+    """Return the output of exclusive self-attention with the weights of an attention module, in float64."""
+    q, k, v = attention.heads(x)
+    k, v = (t.repeat_interleave(len(q[0]) // len(t[0]), 1) for t in (k, v))
+    z = scaled_dot_product_attention(q, k, v)
+    z = z - gate * (z * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+    return attention.proj(z.transpose(1, 2).flatten(2))
+
+
 def test_exclusive_attention(page):
     model = page["exclusive"]
     assert {site.kind for site in sites(model) if site.connection.name == "feature"} == {"value"}
     attention, x = model.blocks[0].attn.double(), torch.randn(2, 5, 32, dtype=torch.float64)
-    q, k, v = attention.qkv(x).view(2, 5, 3, 2, 16).permute(2, 0, 3, 1, 4)
-    z = scaled_dot_product_attention(q, k, v)
-    exclusive = z - (z * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
-    expected = attention.proj(exclusive.transpose(1, 2).reshape(2, 5, 32))
+    torch.testing.assert_close(attention(x), exclusive(attention, x), rtol=1e-3, atol=1e-4)
+
+
+def test_exclusive_attention_with_grouped_queries(page):
+    class Grouped(page["ExclusiveAttention"]):
+        def heads(self, x):
+            q, k, v = super().heads(x)
+            return q, k[:, :1], v[:, :1]
+
+    model = timm.create_model("vit_test_linear").double()
+    for block in model.blocks:
+        block.attn.__class__ = Grouped
+    timm_ortho.connect(model, "feature", kinds="value")
+    attention, x = model.blocks[0].attn, torch.randn(2, 5, 32, dtype=torch.float64)
+    torch.testing.assert_close(attention(x), exclusive(attention, x), rtol=1e-3, atol=1e-4)
+
+
+def test_exclusive_attention_in_some_blocks_and_with_a_gate(page):
+    changed = [site.layer for site in sites(page["late"]) if site.connection.name == "feature"]
+    assert changed == [2, 3]
+    gates = [site.connection.gate for site in sites(page["gated"]) if site.kind == "value"]
+    assert [gate.item() for gate in gates] == [0.0] * 4
+    attention, x = page["gated"].blocks[0].attn.double(), torch.randn(2, 5, 32, dtype=torch.float64)
+    torch.testing.assert_close(attention(x), exclusive(attention, x, gate=0.0), rtol=1e-5, atol=1e-6)
+    gates[0].data.fill_(0.5)
+    expected = exclusive(attention, x, gate=torch.tensor(0.5).double().tanh())
     torch.testing.assert_close(attention(x), expected, rtol=1e-3, atol=1e-4)
 
 

@@ -52,6 +52,20 @@ def test_a_changed_digit_is_named(checkout, capsys):
     assert [line.partition(": ")[0] for line in lines[1:]] == ["README.md", "README.md"]
 
 
+def test_gains_of_readme():
+    """README's table has the differences of decisions.csv, and of the paper's Table 2."""
+    rows = dict(line.strip("| ").split(" | ", 1) for line in evidence.gains_table().splitlines()[2:])
+    assert rows["ViT, width 128, Tiny ImageNet"] == "+0.63 [+0.38, +0.87], 10 pairs | +1.27 (ViT-S)"
+    assert rows["ViT-B, ImageNet-1k"] == "not run | +3.78"
+    assert rows["narrow ResNetV2-18, Fashion-MNIST"].endswith("| -0.47 to +2.01 (all ResNetV2s)")
+    assert [*rows][-2] == "PoolFormer, Fashion-MNIST"
+
+
+def test_notes_of_the_page():
+    assert "lower in 36 of their 36 pairs" in evidence.notes()
+    assert "+0.50 [-0.09, +1.10] and +0.45 [-0.16, +1.06]" in evidence.notes()
+
+
 def test_a_changed_digit_in_an_archive_is_named(checkout, capsys):
     file = checkout / "model_cards" / "results" / "studies" / C1 / "study.json"
     edit(file, '"top1": 69.08', '"top1": 69.18')

@@ -37,15 +37,45 @@ def targets(path):
 
 
 # -------------------------------------------------------------------------------------------------- the pages
-def test_readme_is_short():
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 120
+def words(path):
+    """Return the number of words of a page, without its generated parts."""
+    return len(re.sub(r"<!-- (\w+): written by.*?<!-- end of \1 -->", "", text_of(path), flags=re.DOTALL).split())
+
+
+def test_pages_are_short():
+    assert len(text_of(ROOT / "README.md").split()) <= 900
+    assert words(ROOT / "CONTRIBUTING.md") <= 1500
+    tasks = {ROOT / "docs" / f"{name}.md" for name in ("train", "fine_tune", "distributed", "diagnostics")}
+    assert sum(map(words, tasks)) <= 2000
+    assert sum(map(words, {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - tasks)) <= 17_000
 
 
 def test_every_page_is_in_the_navigation():
     navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
     pages = {ids(path) for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")]}
     linked = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
-    assert linked == pages | {"docs/commands.md", "model_cards/README.md"}
+    assert linked == pages | {"docs/commands.md", "docs/quickstart.md", "model_cards/README.md"}
+
+
+def test_the_notebook_is_a_page_of_the_site():
+    site = pytest.importorskip("scripts.pages.site", reason="needs mkdocs")
+    page = site.notebook(ROOT / "docs" / "quickstart.ipynb")
+    assert page.startswith("# timm-ortho in five minutes")
+    assert "```python\nimport timm\n" in page
+    assert "````text\ntorch.Size([1, 10])\n````" in page
+    assert page.count('src="data:image/svg+xml;base64,') == 1
+
+
+def test_every_page_of_the_site_is_reached_in_two_clicks():
+    site = pytest.importorskip("scripts.pages.site", reason="needs mkdocs")
+    first = {(ROOT / target.partition("#")[0]).resolve() for target in targets(ROOT / "README.md")}
+    first |= {ROOT / path for path in re.findall(r"\(([^)]+)\)", site.GENERATED)}
+    second = {(path.parent / target.partition("#")[0]).resolve()
+              for path in first if path.suffix == ".md" and path.is_file() for target in targets(path)}
+    navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+    linked = {ROOT / path for path in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
+    assert linked - {ROOT / "README.md"} <= first | second
+    assert "[notebook](docs/quickstart.ipynb)" in text_of(ROOT / "README.md")  # the site replaces it by GENERATED
 
 
 def test_the_most_frequent_error_is_answered():
@@ -110,6 +140,7 @@ def commands(path):
 
 def arguments_of(command):
     """Return the arguments of timm-ortho in a command, or None."""
+    command = command.partition(" > ")[0]
     matches = re.search(r"(?:^|&& |^torchrun .*-m )(?:python -m timm_ortho|timm-ortho|timm_ortho) (.*)", command)
     return shlex.split(matches[1]) if matches else None
 
@@ -124,10 +155,10 @@ def test_commands_are_parsed(path):
             parsed = vars(parser.parse_args(arguments))
             if arguments[:2] in (["study", "run"], ["study", "plan"]):
                 assert parsed["name"] in design.shipped(), command
-        for name in re.findall(r"(?:recipe --path|--recipe) ([a-z]\w+)(?![\w.])", command):
+        for name in re.findall(r"(?:timm-ortho recipe|--recipe) ([a-z]\w+)(?![\w.])", command):
             assert name in recipe.shipped(), command
         if re.search(r"(^|\s)train\.py ", command):
-            options_used = re.findall(r"--([a-z][\w-]*)", command.partition("train.py ")[2].partition("$(")[0])
+            options_used = re.findall(r"--([a-z][\w-]*)", command.partition("train.py ")[2])
             assert {name.removeprefix("no-").replace("-", "_") for name in options_used} <= {
                 *options, *(name.removeprefix("no_") for name in options)}, command
         for script in re.findall(r"\b((?:scripts|tests)/[\w./]+)", command):
@@ -161,7 +192,8 @@ BEFORE = {  # code that a reader must run before the snippets of a page
     "docs/diagnostics.md":
         "model, other = (timm.create_model(f'vit_test_{name}', pretrained=True) for name in ('linear', 'ortho'))\n"
         "features, x, y = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 4)\n"
-        "loader = [(torch.randn(8, 3, 8, 8), torch.zeros(8))]",
+        "loader = [(torch.randn(8, 3, 8, 8), torch.zeros(8, dtype=torch.long))]\n"
+        "from unittest.mock import MagicMock\nwriter, wandb = MagicMock(), MagicMock()",
 }
 
 
@@ -170,9 +202,10 @@ def snippets(path):
 
 
 def test_every_page_with_snippets_is_run():
-    """tests/blocks runs the snippets of own_blocks.md and text_models.md, and tests/lab that of your_own_data.md."""
+    """Other tests run the snippets of five pages: tests/blocks, tests/lab, and test_task_pages.py."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
-    assert with_snippets == {*BEFORE, "docs/own_blocks.md", "docs/text_models.md", "docs/your_own_data.md"}
+    elsewhere = ("own_blocks", "text_models", "your_own_data", "train", "fine_tune")
+    assert with_snippets == {*BEFORE, *(f"docs/{name}.md" for name in elsewhere)}
 
 
 @pytest.mark.parametrize("name", BEFORE)

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evidence.md")
 NUMBERS = paper.numbers()
 NUMBER = r"[+-]?\d+\.\d+"
-OURS = rf"{NUMBER} (?:nats |points )?\[[^]]*\]"  # a measurement with its interval
 
 
 def gains(*models, data=None):
@@ -99,25 +98,17 @@ def test_gain_by_depth_in_the_study_of_four_branches():
     assert all(map(is_rounded, re.findall(NUMBER, printed[1]), gains))
 
 
-def printed_in_text(text):
-    """Yield the numbers in the clauses of a page's sentences that name a paper, except our own measurements."""
-    prose = re.sub(r"^\s*\|.*$|^ {4}.*$", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
-    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose)
-    for sentence in re.split(r"(?<=[.:])\s(?=\s*[A-Z*-])|\n\n", prose):
-        sentence = re.sub(OURS, "", re.sub(r"\s+", " ", sentence).replace("In the paper, ", "In the paper "))
-        for clause in re.split(r"[,;] ", sentence):
-            if re.search(r"\bpapers?\b|Wang et al\.", clause):
-                yield from ((number, clause) for number in re.findall(NUMBER, clause))
-
-
-def test_numbers_in_the_text(pages):
-    vit_b = NUMBERS["accuracy"]["vit_b"]["imagenet1k"]
-    expected = [vit_b["feature"][0], vit_b["linear"][0], *span(RESNETS)]  # in the order of the bullets
-    for page in PAGES:
-        printed = list(printed_in_text(pages[page]))
-        assert len(printed) == len(expected), printed
-        for (number, clause), value in zip(printed, expected, strict=True):
-            assert is_rounded(number, value), (clause, value)
+def test_gains_in_readme(pages):
+    """README's table has the paper's gain for each of its networks."""
+    table = pages["README.md"].partition("| network, data |")[2].partition("<!--")[0]
+    rows = {row[0]: re.findall(NUMBER, row[2]) for line in table.splitlines()[2:]
+            if len(row := line.strip("| ").split(" | ")) == 3}
+    expected = {
+        "ViT, width 128, Tiny ImageNet": TINY, "ViT, width 128, CIFAR-10": CIFAR,
+        "narrow ResNetV2-18, Fashion-MNIST": RESNETS, "ViT-B, ImageNet-1k": gains("vit_b", data="imagenet1k")}
+    assert {name for name, numbers in rows.items() if numbers} == expected.keys()
+    for name, effects in expected.items():
+        assert all(map(is_rounded, rows[name], span(effects))), name
 
 
 def test_settings_of_the_papers_trainings(pages):
