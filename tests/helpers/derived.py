@@ -1,6 +1,13 @@
-"""Make the class of a route."""
-from timm_ortho.routing import subclass_of
+"""Make routes and derived classes."""
+from timm_ortho.blocks import BlockSpec
+from timm_ortho.routing import Route, subclass_of
 
 
-def derived(route):
-    return subclass_of(route.block, route.name, route.source, name="Routed", module="tests.somewhere")
+def route_of(block, sums, **fields):
+    """Return the route of a block whose additions are ``sums``, pairs of a stream and a kind."""
+    return Route(block, BlockSpec("Block", *zip(*sums, strict=True), **{"mask": "", **fields}))
+
+
+def derived(block, sums, **fields):
+    route = route_of(block, sums, **fields)
+    return subclass_of(block, route.name, route.source, name="Routed", module="tests.somewhere")
