@@ -98,7 +98,8 @@ class Route:
     Args:
         block: The host. The source of its method must be available.
         spec: Description of the host.
-        kinds: Kinds of the additions that connections replace; None for all kinds of the spec.
+        kinds: Kinds of the additions that connections replace.
+        method: Name of the method.
 
     Attributes:
         source: The source of the method with calls of connections, for :func:`subclass_of`.
@@ -112,14 +113,13 @@ class Route:
     Example:
         >>> import timm
         >>> from timm_ortho.blocks import BlockSpec
-        >>> route = Route(timm.models.resnet.BasicBlock, BlockSpec("", "shortcut", kinds=("conv",)))
+        >>> route = Route(timm.models.resnet.BasicBlock, BlockSpec("", "shortcut", kinds=("conv",)), ("conv",))
         >>> print(route.source.splitlines()[-3].strip())
         x = self.connection_conv(shortcut, x)
     """
 
-    def __init__(self, block: type, spec: "BlockSpec", kinds: Optional[Sequence[str]] = None) -> None:
-        self.name = method = method_of(block, spec)
-        self.block, self.spec = block, spec
+    def __init__(self, block: type, spec: "BlockSpec", kinds: Tuple[str, ...], method: str = "forward") -> None:
+        self.block, self.spec, self.kinds, self.name = block, spec, kinds, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
         where = f"{block.__module__}.{block.__qualname__}" + (f" of {library_of(block)}" if not is_own(block) else "")
         if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
@@ -144,7 +144,6 @@ class Route:
                 and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
             raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
                                "the wrapper as a decorator in the class")
-        self.kinds = tuple(spec.sites) if kinds is None else kinds
         tree, router = self.replaced(tree)
         count = len(spec.kinds)
         if router.length != count or router.problem:
@@ -183,11 +182,6 @@ class Route:
         namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
         return tuple(kind for kind, paths in zip(self.spec.kinds, self._paths, strict=True) if kind and any(
             all(_may_hold(code, namespace, own) for code in path) for path in paths))
-
-
-def method_of(block: type, spec: "BlockSpec") -> str:
-    """Return the name of the method with the additions."""
-    return spec.method if hasattr(block, spec.method) else "forward"
 
 
 def is_own(cls: type) -> bool:

@@ -5,7 +5,8 @@ from timm_ortho.routing import Route, subclass_of
 
 def route_of(block, sums, **fields):
     """Return the route of a block whose additions are ``sums``, pairs of a stream and a kind."""
-    return Route(block, BlockSpec("Block", *zip(*sums, strict=True), **{"mask": "", **fields}))
+    spec = BlockSpec("Block", *zip(*sums, strict=True), **{"mask": "", **fields})
+    return Route(block, spec, tuple(spec.sites), spec.method)
 
 
 def derived(block, sums, **fields):

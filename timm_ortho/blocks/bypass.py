@@ -16,7 +16,8 @@ def bypass_of_route(route: Route) -> str:
 
     Example:
         >>> from timm_ortho.blocks import BlockSpec
-        >>> bypass_of_route(Route(timm.models.resnet.BasicBlock, BlockSpec("", "shortcut", kinds=("conv",))))
+        >>> spec = BlockSpec("", "shortcut", kinds=("conv",))
+        >>> bypass_of_route(Route(timm.models.resnet.BasicBlock, spec, spec.kinds))
         ''
     """
     tree, router = route.replaced(syntax_tree(route.method))

@@ -14,7 +14,7 @@ import torch
 from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
-from ..routing import Route, method_of, subclass_of
+from ..routing import Route, subclass_of
 from . import lookup
 from .spec import BlockSpec
 
@@ -71,16 +71,15 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
         >>> issubclass(routed_class(host, lookup.spec_of_class(host)), host)
         True
     """
-    return _routed_class(
-        host, spec, tuple(spec.sites) if kinds is None else kinds, getattr(host, method_of(host, spec)))
+    return _routed_class(route(host, spec, kinds))
 
 
-@cache  # a method that was replaced after the first call needs a new class
-def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...], method: Any) -> type:
-    name = re.sub(r"\W+", "__", spec.name)
-    if kinds != tuple(spec.sites):
-        name += "__" + "_and_".join(kinds)
-    return _made(host, kinds, method_of(host, spec), route(host, spec, kinds).source, name)
+@cache
+def _routed_class(made: Route) -> type:
+    name = re.sub(r"\W+", "__", made.spec.name)
+    if made.kinds != tuple(made.spec.sites):
+        name += "__" + "_and_".join(made.kinds)
+    return _made(made.block, made.kinds, made.name, made.source, name)
 
 
 def _made(*parts: Any) -> type:
@@ -151,9 +150,10 @@ def next_norms(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
 
 def route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> Route:
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
-    return _route(host, spec, kinds, getattr(host, method_of(host, spec)))
+    name = spec.method if hasattr(host, spec.method) else "forward"
+    return _route(host, spec, tuple(spec.sites) if kinds is None else kinds, name, getattr(host, name))
 
 
-@cache
-def _route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]], method: Any) -> Route:
-    return Route(host, spec, kinds)
+@cache  # a method that was replaced after the first call needs a new route
+def _route(host: type, spec: BlockSpec, kinds: Tuple[str, ...], name: str, method: Any) -> Route:
+    return Route(host, spec, kinds, name)
