@@ -25,21 +25,6 @@ def uses(cls: type, attribute: str, base: type = object) -> bool:
     return False
 
 
-def reaches(cls: type, method: str, name: str, base: type = object) -> bool:
-    """Return whether a method uses an attribute, or calls a method of the class that does.
-
-    The methods of ``base`` and the classes after it do not count.
-    """
-    classes = list(takewhile(lambda each: each is not base, cls.__mro__))
-    found: Set[str] = set()
-    new = {method}
-    while new:
-        found |= new
-        values = (vars(each)[known] for each in classes for known in new if known in vars(each))
-        new = set().union(*(names_in(getattr(inspect.unwrap(value), "__code__", None)) for value in values)) - found
-    return name in found
-
-
 def names_in(code: Optional[CodeType]) -> Set[str]:
     """Return the global names and attributes in the code of a function and of the functions inside it."""
     inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]

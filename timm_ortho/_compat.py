@@ -41,19 +41,9 @@ def hooks_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def forward_mode_is_active() -> bool:
-    """Return whether a ``torch.autograd.forward_ad.dual_level()`` is active."""
-    return forward_ad._current_level >= 0
-
-
 def is_transformed() -> bool:
-    """Return whether ``torch.func`` or forward-mode differentiation is active."""
-    return functorch_is_active() or forward_mode_is_active()
-
-
-def dispatch_mode_is_active() -> bool:
-    """Return whether a dispatch mode is active: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """Return whether ``torch.func`` or forward-mode differentiation (``forward_ad.dual_level()``) is active."""
+    return functorch_is_active() or forward_ad._current_level >= 0
 
 
 def is_eager(*tensors: Optional[Tensor]) -> bool:
@@ -74,10 +64,11 @@ def is_eager(*tensors: Optional[Tensor]) -> bool:
 def is_observed(*tensors: Tensor) -> bool:
     """Return whether a compiler, tracer, transform or dispatch mode may record operations on these tensors.
 
-    Recorded operations must not work in place. Recording by autograd does not count; see ``torch.is_grad_enabled()``.
+    Dispatch modes are ``make_fx``, fake tensors, selective checkpointing and FLOP counters. Recorded operations must
+    not work in place. Recording by autograd does not count; see ``torch.is_grad_enabled()``.
     """
     return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-            or dispatch_mode_is_active() or has_torch_function_variadic(*tensors)
+            or torch._C._len_torch_dispatch_stack() > 0 or has_torch_function_variadic(*tensors)
             or any(is_batched(tensor) or not is_plain(tensor) for tensor in tensors))
 
 

@@ -36,37 +36,23 @@ import ast
 import inspect
 import linecache
 import re
+import sys
 from types import CodeType, FunctionType
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, cast
 
 import torch
 
 from ._bytecode import names_in
+
+if TYPE_CHECKING:
+    from .blocks.spec import BlockSpec
 
 
 class RoutingError(RuntimeError):
     """A block's method does not contain the expected additions, or cannot be rebuilt."""
 
 
-class Sum(NamedTuple):
-    """An addition in a block's method.
-
-    Attributes:
-        stream: Source expression of the stream, such as ``self.shortcut(x)``; a tuple of expressions if the sides of
-            an ``if`` have different streams.
-        connection: Name of the block's attribute that holds the connection; None leaves the addition unchanged.
-    """
-
-    stream: Union[str, Tuple[str, ...]]
-    connection: Optional[str]
-
-    @property
-    def normalized(self) -> Tuple[str, ...]:
-        """The expressions of the stream, as ``ast.unparse`` formats them."""
-        streams = (self.stream,) if isinstance(self.stream, str) else self.stream
-        return tuple(ast.unparse(ast.parse(stream)) for stream in streams)
-
-
+LIBRARIES = ("timm", "torchvision", "transformers")  # libraries with a table of blocks
 _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call reaches an addition
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
@@ -111,39 +97,31 @@ class Route:
 
     Args:
         block: The host. The source of its method must be available.
-        sums: The expected additions, in the order of their numbers.
+        spec: Description of the host.
+        kinds: Kinds of the additions that connections replace.
         method: Name of the method.
-        mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method lacks it.
-        library: Library of the block, for errors: ``"timm 1.0.31"``.
-        sides_differ: Whether the sides of an ``if`` have different additions, which then do not share numbers.
-        keeps_order: Whether a branch on the left is computed before a stream that contains a call, because both may
-            draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
 
     Attributes:
         source: The source of the method with calls of connections, for :func:`subclass_of`.
-        branch_first: For each addition, whether the stream is its right summand.
-        next_norms: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
-            of this norm. Both are computed in one call. If an addition is on both sides of an ``if``, one side
-            suffices.
+        branch_first: By kind, whether the stream is the right summand of the addition.
+        next_norms: Attribute of the norm, for each kind whose sum is next read by a norm of the block. Both are
+            computed in one call. If an addition is on both sides of an ``if``, one side suffices.
 
     Raises:
         RoutingError: The method does not contain exactly the expected additions, or cannot be rebuilt.
 
     Example:
         >>> import timm
-        >>> block = timm.models.resnet.BasicBlock
-        >>> route = Route(block, [Sum("shortcut", "connection_conv")])
+        >>> from timm_ortho.blocks import BlockSpec
+        >>> route = Route(timm.models.resnet.BasicBlock, BlockSpec("", "shortcut", kinds=("conv",)), ("conv",))
         >>> print(route.source.splitlines()[-3].strip())
         x = self.connection_conv(shortcut, x)
     """
 
-    def __init__(
-            self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
-            sides_differ: bool = False, keeps_order: bool = False,
-    ) -> None:
-        self.block, self.name = block, method
+    def __init__(self, block: type, spec: "BlockSpec", kinds: Tuple[str, ...], method: str = "forward") -> None:
+        self.block, self.spec, self.kinds, self.name = block, spec, kinds, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
-        self.where = where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
+        where = f"{block.__module__}.{block.__qualname__}" + (f" of {library_of(block)}" if not is_own(block) else "")
         if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
             raise RoutingError(f"{where}: {method} is a static or class method, without access to the connections")
         self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
@@ -166,28 +144,27 @@ class Route:
                 and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
             raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
                                "the wrapper as a decorator in the class")
-        self._arguments = sums, self.method, mask, sides_differ, keeps_order
         tree, router = self.replaced(tree)
-        if router.length != len(sums) or router.problem:
-            streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
+        count = len(spec.kinds)
+        if router.length != count or router.problem:
+            streams = " or ".join(map(repr, dict.fromkeys(each for streams in router.expected for each in streams)))
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
-            count = len(router.matched)
-            reached = f", at most {router.length} of them in one call" if router.length != count else ""
-            raise RoutingError(
-                f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
-                f"{count} ({matched}){reached}{router.problem}")
+            found = len(router.matched)
+            reached = f", at most {router.length} of them in one call" if router.length != found else ""
+            raise RoutingError(f"{where}: expected {count} addition{'s' * (count != 1)} to {streams} in {method}, "
+                               f"found {found} ({matched}){reached}{router.problem}")
         if router.calls and "is_causal" in inspect.signature(self.method).parameters:
             connections = dict.fromkeys(ast.unparse(call.func) for call in router.calls)
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
             tree.body[0].body[:0] = ast.parse("\n".join(check)).body
-        self.branch_first = router.branch_first
+        self.branch_first = {kind: first for kind, first in zip(spec.kinds, router.branch_first, strict=True) if kind}
         self._paths = router.paths
         self.next_norms: Dict[str, str] = {}
         if self.method.__globals__.get("torch") is torch and "torch" not in router.local:  # for torch.jit.is_scripting
             norms = _Norms(self.method, router.calls)
             norms.rewrite(tree)
-            self.next_norms = norms.found
+            self.next_norms = {kind: norms.found[site] for kind, site in spec.sites.items() if site in norms.found}
         self.source = ast.unparse(tree)
 
     def replaced(self, tree: ast.Module) -> Tuple[Any, "Router"]:
@@ -195,13 +172,33 @@ class Route:
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = Router(*self._arguments)
+        router = Router(self.spec, self.kinds, self.method, keeps_order=is_own(self.block))
         return ast.fix_missing_locations(router.visit(tree)), router
 
-    def reached(self, block: Any) -> List[bool]:
-        """Return for each addition whether a call of ``block`` can reach it with the block's present attributes."""
+    def reached(self, block: Any) -> Tuple[str, ...]:
+        """Return the kinds of additions that a call of ``block`` can reach with the block's present attributes."""
+        if self.spec.unless(block):
+            return ()
         namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
-        return [any(all(_may_hold(code, namespace, own) for code in path) for path in paths) for paths in self._paths]
+        return tuple(kind for kind, paths in zip(self.spec.kinds, self._paths, strict=True) if kind and any(
+            all(_may_hold(code, namespace, own) for code in path) for path in paths))
+
+
+def is_own(cls: type) -> bool:
+    """Return whether a class is a user's, and not from a library with a table of blocks."""
+    return cls.__module__.partition(".")[0] not in LIBRARIES
+
+
+def library_of(cls: type) -> str:
+    """Return the library of a class with its version, for error messages.
+
+    Example:
+        >>> import timm
+        >>> library_of(timm.models.vision_transformer.Block) == f"timm {timm.__version__}"
+        True
+    """
+    library = cls.__module__.partition(".")[0]
+    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def subclass_of(block: type, method: str, source: str, *, name: str, module: str) -> type:
@@ -245,14 +242,21 @@ def subclass_of(block: type, method: str, source: str, *, name: str, module: str
 
 
 class Router(ast.NodeTransformer):
-    """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run."""
+    """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run.
 
-    def __init__(
-            self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool, keeps_order: bool,
-    ) -> None:
-        self.sums = sums
-        self.sides_differ, self.keeps_order = sides_differ, keeps_order
-        self.streams = {stream for expected in sums for stream in expected.normalized}
+    Args:
+        spec: Description of the block.
+        kinds: Kinds of the additions to replace.
+        function: The method of the block.
+        keeps_order: Whether a branch on the left is computed before a stream that contains a call, because both may
+            draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
+    """
+
+    def __init__(self, spec: "BlockSpec", kinds: Sequence[str], function: FunctionType, keeps_order: bool) -> None:
+        self.sites = [spec.sites[kind] if kind in kinds and kind else None for kind in spec.kinds]
+        self.expected = [tuple(ast.unparse(ast.parse(stream)) for stream in streams) for streams in spec.streams]
+        self.sides_differ, self.keeps_order, mask = spec.sides_differ, keeps_order, spec.mask
+        self.streams = {stream for streams in self.expected for stream in streams}
         self.keywords: List[ast.keyword] = []  # the mask
         for name in variables_of(mask) & inspect.signature(function).parameters.keys():
             mask = mask if mask == name else f"None if {name} is None else {mask}"
@@ -265,8 +269,8 @@ class Router(ast.NodeTransformer):
         self.length = 0  # number of additions on the longest path
         self.depth = 0  # number of additions whose branch contains the present node
         self.conditions: List[ast.expr] = []  # conditions of the present path
-        self.paths: List[List[_Path]] = [[] for _ in sums]
-        self.branch_first = [False for _ in sums]
+        self.paths: List[List[_Path]] = [[] for _ in spec.kinds]
+        self.branch_first = [False for _ in spec.kinds]
         self.calls: List[ast.Call] = []  # the calls of connections
         self.matched: List[str] = []  # source code of the additions to the stream
         self.others: List[str] = []  # source code of all other additions
@@ -327,20 +331,21 @@ class Router(ast.NodeTransformer):
         number = self.position
         self.position += 1
         self.length = max(self.length, self.position)
-        if number >= len(self.sums):
+        if number >= len(self.sites):
             return None
-        expected = self.sums[number]
-        branch_first = self.branch_first[number] = sources[0] not in expected.normalized
-        if branch_first and sources[1] not in expected.normalized:
-            self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
+        site, expected = self.sites[number], self.expected[number]
+        branch_first = self.branch_first[number] = sources[0] not in expected
+        if branch_first and sources[1] not in expected:
+            streams = " or ".join(map(repr, expected))
+            self.problem += f"; {self.matched[-1]!r} is where an addition to {streams} is expected"
         added, other = reversed(sources) if branch_first else sources
         origin = self.copies.get(other)
         if origin in (added, self.argument) and self.copies.get(added) != origin:
             self.problem += f"; in {self.matched[-1]!r}, {other!r} is a copy of {origin!r}: pass stream={other!r}"
         self.paths[number].append(tuple(self._known_conditions()))
-        if expected.connection is None:
+        if site is None:
             return None
-        module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=expected.connection, ctx=ast.Load())
+        module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=site, ctx=ast.Load())
         self.depth += 1
         stream, branch = (right, self.visit(left)) if branch_first else (left, self.visit(right))
         self.depth -= 1

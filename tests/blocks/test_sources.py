@@ -2,13 +2,13 @@
 import inspect
 
 import pytest
+from helpers.derived import route_of
 from timm.models import model_entrypoint
 from timm.models.vision_transformer import Block
 from torch import nn
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
 from timm_ortho.models import variants
-from timm_ortho.routing import Route, Sum
 
 CODE = """
 class Adding(nn.Module):
@@ -45,7 +45,7 @@ def test_a_class_without_source_that_adds_nothing():
 
 
 @pytest.mark.parametrize("use", [
-    lambda: Route(Block, [Sum("x", "attention"), Sum("x", "mlp")]),
+    lambda: route_of(Block, [("x", "attention"), ("x", "mlp")]),
     lambda: variants._fixed.__wrapped__(model_entrypoint("vit_small_patch16_224"))], ids=["connect", "create_model"])
 def test_timm_without_source_files(monkeypatch, use):
     def getsource(function):

@@ -38,10 +38,10 @@ def test_functorch_is_active():
     assert torch.func.vmap(lambda x: x * _compat.functorch_is_active())(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_forward_mode_is_active():
-    assert not _compat.forward_mode_is_active()
+def test_forward_mode_is_a_transform():
+    assert not _compat.is_transformed()
     with torch.autograd.forward_ad.dual_level():
-        assert _compat.forward_mode_is_active()
+        assert _compat.is_transformed()
 
 
 def test_is_recorded():

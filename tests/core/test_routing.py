@@ -7,11 +7,11 @@ import traceback
 
 import pytest
 import torch
-from helpers.derived import derived
+from helpers.derived import derived, route_of
 from torch import nn
 
 from timm_ortho.blocks.detection import looks_residual
-from timm_ortho.routing import Route, RoutingError, Sum
+from timm_ortho.routing import RoutingError
 
 SCALE = 2.0  # a global that `forward` of the blocks reads
 
@@ -41,8 +41,7 @@ class UsesSuper(Block):
 
 
 def routed(block=Block, names=("one", "two"), stream="x"):
-    sums = [Sum(stream, name) for name in names]
-    return derived(Route(block, sums, library="timm 9.9"))
+    return derived(block, [(stream, name) for name in names])
 
 
 class Recorder(nn.Module):
@@ -59,7 +58,7 @@ def instance(cls):
     torch.manual_seed(0)
     block, calls = Block(), []
     block.__class__ = cls
-    block.one, block.two = Recorder(calls, "one"), Recorder(calls, "two")
+    block.connection_one, block.connection_two = Recorder(calls, "one"), Recorder(calls, "two")
     return block, calls
 
 
@@ -83,11 +82,11 @@ def test_same_numbers_through_connections(kwargs):
 
 @pytest.mark.parametrize(("mask", "handed_on"), [("bias", True), ("attn_mask", False), ("", False)])
 def test_masks_are_passed_to_connections(mask, handed_on):
-    route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
-    source = inspect.getsource(derived(route).forward)
+    source = inspect.getsource(derived(Block, [("x", "one"), ("x", "two")], mask=mask).forward)
     # addition `two` is on both sides of a conditional expression
     assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)
-    assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
+    call = "self.connection_one(x, self.first(x * SCALE), attn_mask=bias)"
+    assert (call in source) == ("attn_mask" in source) == handed_on
 
 
 def test_the_host_is_the_unchanged_base_class():
@@ -106,14 +105,14 @@ def test_the_generated_source_is_visible():
     cls = routed()
     linecache.checkcache()
     source = inspect.getsource(cls.forward)
-    assert "self.one(x, self.first(x * SCALE))" in source
+    assert "self.connection_one(x, self.first(x * SCALE))" in source
     assert "offset = x.mean() + bias" in source  # unchanged, because it does not add to the stream
     block, _ = instance(cls)
     block.second = None
     try:
         block(torch.ones(1, 4))
     except TypeError:
-        assert "x = self.two(x, self.second(x))" in traceback.format_exc()
+        assert "x = self.connection_two(x, self.second(x))" in traceback.format_exc()
     else:
         pytest.fail("did not raise")
 
@@ -123,7 +122,7 @@ def test_a_wrong_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
     expected = f"expected {len(names)} addition{'s' * (len(names) > 1)} to 'x'"
-    words = ("Block", "timm 9.9", expected, "found 3", "at most 2 of them in one call", "x + self.first(x * SCALE)")
+    words = ("test_routing.Block: ", expected, "found 3", "at most 2 of them in one call", "x + self.first(x * SCALE)")
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -167,7 +166,7 @@ class Private(nn.Module):
 
 def test_methods_that_depend_on_their_class_body():
     block, calls, x = routed(Private, ("one",))(), [], torch.randn(3, 4)
-    block.one = Recorder(calls, "one")
+    block.connection_one = Recorder(calls, "one")
     assert torch.equal(block(x), Private()(x))
     assert len(calls) == 1
 
@@ -184,8 +183,8 @@ class Drawing(nn.Module):
 
 def test_random_conditions_are_not_evaluated():
     before = torch.get_rng_state()
-    route = Route(Drawing, sums(("x", "one")))
-    assert [route.reached(Drawing()) for _ in range(9)] == [[True]] * 9
+    route = route_of(Drawing, [("x", "one")])
+    assert [route.reached(Drawing()) for _ in range(9)] == [("one",)] * 9
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -227,15 +226,15 @@ class Conditions(nn.Module):
 
 @pytest.mark.parametrize("method", ["captured", "comprehended", "guarded", "on_meta"])
 def test_unknown_conditions_may_be_reached(method):
-    assert Route(Conditions, sums(("x", "one")), method=method).reached(Conditions()) == [True]
+    assert route_of(Conditions, [("x", "one")], method=method).reached(Conditions()) == ("one",)
 
 
 def test_missing_attributes_are_known():
     """Decoders check with hasattr whether they have cross-attention."""
-    route, block = Route(Conditions, sums(("x", "one")), method="asked_for_an_attribute"), Conditions()
-    assert route.reached(block) == [False]
+    route, block = route_of(Conditions, [("x", "one")], method="asked_for_an_attribute"), Conditions()
+    assert route.reached(block) == ()
     block.scale = 1.0
-    assert route.reached(block) == [True]
+    assert route.reached(block) == ("one",)
 
 
 class KindsOfTwoSides(nn.Module):
@@ -255,19 +254,19 @@ class KindsOfTwoSides(nn.Module):
 
 
 def test_sides_with_additions_of_different_kinds():
-    expected = sums(("x", "parallel"), ("x", "attention"), ("y", "mlp"))
+    expected = [("x", "parallel"), ("x", "attention"), ("y", "mlp")]
     with pytest.raises(RoutingError, match="expected 3 additions"):
-        Route(KindsOfTwoSides, expected)
-    route = Route(KindsOfTwoSides, expected, sides_differ=True)
-    assert route.reached(KindsOfTwoSides(True)) == [True, False, False]
-    assert route.reached(KindsOfTwoSides(False)) == [False, True, True]
+        route_of(KindsOfTwoSides, expected)
+    route = route_of(KindsOfTwoSides, expected, sides_differ=True)
+    assert route.reached(KindsOfTwoSides(True)) == ("parallel",)
+    assert route.reached(KindsOfTwoSides(False)) == ("attention", "mlp")
     x = torch.randn(3, 4)
     for parallel, names in ((True, ("parallel",)), (False, ("attention", "mlp"))):
-        chosen = sums(*((sum_.stream, sum_.connection if sum_.connection in names else None) for sum_ in expected))
-        cls = derived(Route(KindsOfTwoSides, chosen, sides_differ=True))
+        chosen = [(stream, kind if kind in names else None) for stream, kind in expected]
+        cls = derived(KindsOfTwoSides, chosen, sides_differ=True)
         block, calls = cls(parallel), []
         for name in names:
-            setattr(block, name, Recorder(calls, name))
+            setattr(block, f"connection_{name}", Recorder(calls, name))
         assert torch.equal(block(x), KindsOfTwoSides(parallel)(x))
         assert len(calls) == len(names)
 
@@ -344,10 +343,6 @@ class Sides(nn.Module):
         return x + 300.0
 
 
-def sums(*pairs):
-    return [Sum(stream, name) for stream, name in pairs]
-
-
 class Named(nn.Module):
     """A connection that adds 0.5."""
 
@@ -357,44 +352,44 @@ class Named(nn.Module):
 
 def with_connections(cls, made, *names):
     block = made
-    block.__class__ = derived(Route(cls, names))
+    block.__class__ = derived(cls, names)
     for _, name in names:
         if name:
-            setattr(block, name, Named())
+            setattr(block, f"connection_{name}", Named())
     return block
 
 
 def test_in_place_sums():
-    names = sums(("shortcut", "one"), ("shortcut", "two"))
+    names = [("shortcut", "one"), ("shortcut", "two")]
     block = with_connections(InPlace, InPlace(), *names)
     x = torch.tensor([1.0])
     assert block(x).item() == 1.0 + 2.0 + 0.5 + 1.0
     assert x.item() == 1.0  # unlike the host class, a connection does not change its input in place
     source = inspect.getsource(type(block).forward)
-    assert "x = self.one(shortcut, x)" in source
-    assert "shortcut = self.two(shortcut, x * 3.0)" in source
+    assert "x = self.connection_one(shortcut, x)" in source
+    assert "shortcut = self.connection_two(shortcut, x * 3.0)" in source
 
 
 def test_streams_that_are_expressions():
-    names = sums(("self.shortcut(x)", "one"), ("x[:, 0:1]", "two"))
+    names = [("self.shortcut(x)", "one"), ("x[:, 0:1]", "two")]
     x = torch.ones(1, 2)
     block = with_connections(Expressions, Expressions(nn.Identity()), *names)
     assert block(x).tolist() == [[1.0 + 4.5 + 0.5, 4.5]]
-    assert Route(Expressions, names).branch_first == [True, False]
-    assert Route(Expressions, names).reached(Expressions()) == [False, True]
-    assert Route(Expressions, names).reached(Expressions(nn.Identity())) == [True, True]
+    assert route_of(Expressions, names).branch_first == {"one": True, "two": False}
+    assert route_of(Expressions, names).reached(Expressions()) == ("two",)
+    assert route_of(Expressions, names).reached(Expressions(nn.Identity())) == ("one", "two")
 
 
 def test_an_unrouted_addition():
-    names = sums(("self.shortcut(x)", None), ("x[:, 0:1]", "two"))
+    names = [("self.shortcut(x)", None), ("x[:, 0:1]", "two")]
     block = with_connections(Expressions, Expressions(nn.Identity()), *names)
     assert block(torch.ones(1, 2)).tolist() == [[1.0 + 4.0 + 0.5, 4.0]]
-    block = with_connections(InPlace, InPlace(), *sums(("shortcut", None), ("shortcut", "two")))
+    block = with_connections(InPlace, InPlace(), *[("shortcut", None), ("shortcut", "two")])
     assert block(torch.ones(1)).item() == 1.0 + 2.0 + 1.0
     assert "x += shortcut" in inspect.getsource(type(block).forward)
 
 
-SIDES = sums(("x", "one"), (("x", "res"), "two"), ("x", "three"))
+SIDES = [("x", "one"), (("x", "res"), "two"), ("x", "three")]
 
 
 @pytest.mark.parametrize(("block", "kwargs", "expected"), [
@@ -410,11 +405,11 @@ def test_every_branch_uses_its_connections(block, kwargs, expected):
 
 
 def test_additions_that_an_instance_cannot_reach():
-    route = Route(Sides, SIDES)
-    assert route.reached(Sides()) == [True, True, True]
-    assert route.reached(Sides(mixer=False)) == [True, False, True]
-    assert route.reached(Sides(fused=True)) == [False, True, True]
-    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # train() may be called later
+    route = route_of(Sides, SIDES)
+    assert route.reached(Sides()) == ("one", "two", "three")
+    assert route.reached(Sides(mixer=False)) == ("one", "three")
+    assert route.reached(Sides(fused=True)) == ("two", "three")
+    assert route.reached(Sides(gamma=1.0).eval()) == ("one", "two", "three")  # train() may be called later
 
 
 class Uneven(nn.Module):
@@ -429,12 +424,12 @@ class Uneven(nn.Module):
 
 def test_sides_with_different_numbers_of_additions():
     with pytest.raises(RoutingError, match=r"the sides of 'if self\.training' have 2 and 1 additions"):
-        Route(Uneven, sums(("x", "one"), ("x", "two")))
+        route_of(Uneven, [("x", "one"), ("x", "two")])
 
 
 def test_additions_in_another_order():
     with pytest.raises(RoutingError, match=r"' is where an addition to 'self\.shortcut\(x\)' is expected"):
-        Route(Expressions, sums(("x[:, 0:1]", "two"), ("self.shortcut(x)", "one")))
+        route_of(Expressions, [("x[:, 0:1]", "two"), ("self.shortcut(x)", "one")])
 
 
 class Helper(nn.Module):
@@ -446,10 +441,9 @@ class Helper(nn.Module):
 
 
 def test_additions_in_another_method():
-    route = Route(Helper, sums(("skip", "one")), method="_residual")
     block = Helper()
-    block.__class__ = derived(route)
-    block.one = Named()
+    block.__class__ = derived(Helper, [("skip", "one")], method="_residual")
+    block.connection_one = Named()
     assert block(torch.ones(1)).item() == 3.5
     assert "forward" not in vars(type(block))
 
@@ -479,9 +473,9 @@ class EarlyElse(Early):
 
 @pytest.mark.parametrize("block", [Early, EarlyElse])
 def test_code_after_a_return_counts_as_the_other_side(block):
-    route = Route(block, sums(("x", "one"), ("x", "two")))
-    assert route.reached(block()) == [False, False]
-    assert route.reached(block(nn.Identity()).eval()) == [True, True]  # train() may be called later
+    route = route_of(block, [("x", "one"), ("x", "two")])
+    assert route.reached(block()) == ()
+    assert route.reached(block(nn.Identity()).eval()) == ("one", "two")  # train() may be called later
 
 
 class Unindented(nn.Module):
@@ -499,8 +493,8 @@ and its second line.
 
 def test_lines_with_less_indentation():
     block, calls = Unindented(), []
-    block.__class__ = derived(Route(Unindented, sums(("x", "one"))))
-    block.one = Recorder(calls, "one")
+    block.__class__ = derived(Unindented, [("x", "one")])
+    block.connection_one = Recorder(calls, "one")
     assert block(1.0) == 3.0
     assert calls == [("one", 1.0, 2.0)]
     assert block.text == "a\n            b"  # dedent would shorten the second line
@@ -513,7 +507,7 @@ def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):
     namespace = {"__name__": __name__, "nn": nn}
     exec("class Block(nn.Module):\n    def forward(self, x):\n        return x * 3.0\n", namespace)
     with pytest.raises(RoutingError, match="cannot be read: define the class in a file"):
-        Route(namespace["Block"], sums(("x", "one")))
+        route_of(namespace["Block"], [("x", "one")])
     assert not looks_residual(namespace["Block"])
 
 
@@ -541,7 +535,7 @@ def test_a_second_sum_that_is_not_replaced(tmp_path, statement):
     namespace = {"__name__": __name__}
     exec(compile(SECOND.format(statement), tmp_path / "second.py", "exec"), namespace)
     with pytest.raises(RoutingError, match=r" is not replaced: write it as x \+ f or "):
-        Route(namespace["Block"], sums(("x", "one")))
+        route_of(namespace["Block"], [("x", "one")])
 
 
 class InConditions(nn.Module):
@@ -568,10 +562,10 @@ class InConditions(nn.Module):
 @pytest.mark.parametrize("method", ["first", "second", "third"])
 def test_sums_inside_conditions(method):
     with pytest.raises(RoutingError, match=r"expected 1 addition to 'x' in .*, found 2"):
-        Route(InConditions, sums(("x", "one")), method=method)
-    block, both = InConditions(), sums(("x", "one"), ("x", "two"))
-    block.__class__ = derived(Route(InConditions, both, method=method))
-    block.one, block.two = Named(), Named()
+        route_of(InConditions, [("x", "one")], method=method)
+    block, both = InConditions(), [("x", "one"), ("x", "two")]
+    block.__class__ = derived(InConditions, both, method=method)
+    block.connection_one, block.connection_two = Named(), Named()
     x, f = torch.randn(2, 3, 4)
     x, f = x.abs(), f.abs()
     plain = getattr(InConditions(), method)(x, f)

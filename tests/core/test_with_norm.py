@@ -7,11 +7,10 @@ import textwrap
 
 import pytest
 import torch
-from helpers.derived import derived
+from helpers.derived import derived, route_of
 from torch import nn
 
 from timm_ortho import create_connection
-from timm_ortho.routing import Route, Sum
 
 HOST = """
 from torch import nn
@@ -43,9 +42,9 @@ def routed(block, *names, connection="linear", **options):
     """Return an instance of the derived class, with one connection for each name."""
     torch.manual_seed(0)
     made = block()
-    made.__class__ = derived(Route(block, [Sum("x", name) for name in names], **options))
+    made.__class__ = derived(block, [("x", name) for name in names], **options)
     for name in names:
-        setattr(made, name, create_connection(connection))
+        setattr(made, f"connection_{name}", create_connection(connection))
     return made
 
 
@@ -134,17 +133,17 @@ def test_which_norms_are_called_with_the_connection(tmp_path, body):
     """Outputs, gradients and calls of modules are those of the host; only calls that follow a sum move."""
     block, expected = written(tmp_path, body), NORMS[body]
     x = torch.randn(3, 4, requires_grad=True)
-    assert Route(block, [Sum("x", "one")]).next_norms == ({"one": expected} if expected else {})
+    assert route_of(block, [("x", "one")]).next_norms == ({"one": expected} if expected else {})
     torch.manual_seed(0)
     plain, made = block(), routed(block, "one")
     calls, calls_made = recorded(plain), recorded(made)
     assert_equal(results(made, x), results(plain, x))
-    assert sorted(name for name in calls_made if name != "one") == sorted(calls)
+    assert sorted(name for name in calls_made if name != "connection_one") == sorted(calls)
 
 
 def test_a_module_without_torch_keeps_the_plain_calls(tmp_path):
     block = written(tmp_path, f"{FIRST}\ny = self.norm(x)", imports="")
-    assert Route(block, [Sum("x", "one")]).next_norms == {}
+    assert route_of(block, [("x", "one")]).next_norms == {}
     assert "with_norm" not in inspect.getsource(type(routed(block, "one")).forward)
 
 
@@ -168,23 +167,24 @@ SITES = ("attention", "conv", "mlp")
 
 
 def test_the_source_of_sums_in_a_row():
-    route = Route(PreNorm, [Sum("x", name) for name in SITES], mask="scale")
+    route = route_of(PreNorm, [("x", name) for name in SITES], mask="scale")
     assert route.next_norms == {"attention": "norm2", "conv": "norm3"}
-    source = inspect.getsource(derived(route).forward)
+    source = inspect.getsource(derived(PreNorm, [("x", name) for name in SITES], mask="scale").forward)
     expected = textwrap.dedent("""\
         def forward(self, x: torch.Tensor, scale: float=1.0):
             normed = self.norm1(x)
             if torch.jit.is_scripting():
-                x = self.attention(x, self.attn(normed), attn_mask=scale)
+                x = self.connection_attention(x, self.attn(normed), attn_mask=scale)
                 normed_2 = self.norm2(x)
             else:
-                x, normed_2 = self.attention.with_norm(x, self.attn(normed), self.norm2, attn_mask=scale)
+                x, normed_2 = self.connection_attention.with_norm(x, self.attn(normed), self.norm2, attn_mask=scale)
             if torch.jit.is_scripting():
-                x = self.conv(x, self.conv(normed_2) * scale, attn_mask=scale)
+                x = self.connection_conv(x, self.conv(normed_2) * scale, attn_mask=scale)
                 normed_3 = self.norm3(x)
             else:
-                x, normed_3 = self.conv.with_norm(x, self.conv(normed_2) * scale, self.norm3, attn_mask=scale)
-            x = self.mlp(x, self.mlp(normed_3), attn_mask=scale)
+                x, normed_3 = self.connection_conv.with_norm(
+                    x, self.conv(normed_2) * scale, self.norm3, attn_mask=scale)
+            x = self.connection_mlp(x, self.mlp(normed_3), attn_mask=scale)
             return x * normed
         """)
     assert ast.unparse(ast.parse(source)) == ast.unparse(ast.parse(expected))  # releases of Python place parentheses
@@ -197,19 +197,18 @@ FORMS = {
     "compile": lambda block, x: torch.compile(block, fullgraph=True, backend="aot_eager"),
     "deepcopy": lambda block, x: copy.deepcopy(block),
 }
-NAMES = tuple(f"connection_{name}" for name in SITES)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("connection", ["feature", "hybrid"])  # with the two definitions of `with_norm`
 def test_same_results_in_every_form(form, connection):
-    block, x = routed(PreNorm, *NAMES, connection=connection), torch.randn(2, 3, 4, requires_grad=True)
+    block, x = routed(PreNorm, *SITES, connection=connection), torch.randn(2, 3, 4, requires_grad=True)
     converted = FORMS[form](block, x)
     torch.testing.assert_close(results(converted, x), results(block, x))
 
 
 def test_hooks_run_once_in_the_order_of_the_calls():
-    block = routed(PreNorm, *NAMES)
+    block = routed(PreNorm, *SITES)
     calls = recorded(block)
     block(torch.randn(2, 4))
     assert calls == ["norm1", "attn", "connection_attention", "norm2", "conv", "connection_conv", "norm3", "mlp",

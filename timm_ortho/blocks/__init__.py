@@ -3,10 +3,11 @@
 To support another block class of these libraries, add the class to the library's table, and add an architecture with
 such blocks to the tests.
 """
+from ..routing import LIBRARIES, library_of
 from .detection import has_source
 from .lookup import specs
 from .registry import is_residual, not_residual, register_block, spec_of
-from .routed import LIBRARIES, branch_first, host_class, library_of, next_norms, reached, routed_class, written_class
+from .routed import branch_first, host_class, next_norms, reached, routed_class, written_class
 from .spec import BlockSpec
 
 __all__ = [

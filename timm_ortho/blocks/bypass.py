@@ -15,8 +15,9 @@ def bypass_of_route(route: Route) -> str:
     not count, and neither do calls that return the stream unchanged.
 
     Example:
-        >>> from timm_ortho.routing import Sum
-        >>> bypass_of_route(Route(timm.models.resnet.BasicBlock, [Sum("shortcut", "connection_conv")]))
+        >>> from timm_ortho.blocks import BlockSpec
+        >>> spec = BlockSpec("", "shortcut", kinds=("conv",))
+        >>> bypass_of_route(Route(timm.models.resnet.BasicBlock, spec, spec.kinds))
         ''
     """
     tree, router = route.replaced(syntax_tree(route.method))
@@ -124,8 +125,4 @@ def _sides(node: ast.AST) -> List[Sequence[ast.AST]]:
         types = [handler.type or ast.Name("BaseException", ast.Load()) for handler in node.handlers]
         body = [*node.body, *node.orelse, *node.finalbody]
         return [types, *([*handler.body, *node.finalbody] for handler in node.handlers), body]
-    if isinstance(node, ast.Match):
-        last = node.cases[-1]
-        is_complete = last.guard is None and isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
-        return [[node.subject], *(case.body for case in node.cases), *([] if is_complete else [[]])]
     return [[]]

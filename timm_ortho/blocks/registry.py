@@ -5,7 +5,7 @@ from typing import Any, Optional, cast
 
 from torch import nn
 
-from .._bytecode import reaches
+from .._bytecode import uses
 from ..routing import RoutingError, variables_of
 from . import lookup
 from .bypass import bypass_of, bypass_of_route
@@ -98,10 +98,10 @@ def _mask(block: type, method: str, mask: Optional[str]) -> str:
 def _check_bypass(block: type, spec: BlockSpec) -> None:
     """Raise RoutingError if some calls of a block compute their result without its additions."""
     meant = "or pass bypass=True if these calls are meant to ignore the connections"
-    if not reaches(block, "forward", spec.method, nn.Module):
+    if spec.method != "forward" and not uses(block, spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    method, when = spec.method, bypass_of_route(route(block, spec, spec.kinds))
+    method, when = spec.method, bypass_of_route(route(block, spec))
     if not when and method != "forward":
         method, when = "forward", bypass_of(block, spec.method)
     if when:

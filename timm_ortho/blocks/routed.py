@@ -7,19 +7,16 @@ name of the routed class ends with the kinds of the remaining sites: ``timm__mod
 import copyreg
 import inspect
 import re
-import sys
 from functools import cache
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
-from ..routing import Route, Sum, subclass_of
+from ..routing import Route, subclass_of
 from . import lookup
 from .spec import BlockSpec
-
-LIBRARIES = ("timm", "torchvision", "transformers")  # libraries with a table of blocks
 
 
 def written_class(module: nn.Module) -> type:
@@ -58,10 +55,6 @@ def host_class(module: nn.Module) -> type:
     return cls.__bases__[0] if cls.__module__ == __name__ else cls
 
 
-def routed_name(class_name: str) -> str:
-    return re.sub(r"\W+", "__", class_name)
-
-
 def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> type:
     """Return the routed subclass of a block class.
 
@@ -78,15 +71,15 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
         >>> issubclass(routed_class(host, lookup.spec_of_class(host)), host)
         True
     """
-    return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds, getattr(host, _method(host, spec)))
+    return _routed_class(route(host, spec, kinds))
 
 
-@cache  # a method that was replaced after the first call needs a new class
-def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...], method: Any) -> type:
-    name = re.sub(r"\W+", "__", spec.name)
-    if kinds != tuple(spec.sites):
-        name += "__" + "_and_".join(kinds)
-    return _made(host, kinds, _method(host, spec), route(host, spec, kinds).source, name)
+@cache
+def _routed_class(made: Route) -> type:
+    name = re.sub(r"\W+", "__", made.spec.name)
+    if made.kinds != tuple(made.spec.sites):
+        name += "__" + "_and_".join(made.kinds)
+    return _made(made.block, made.kinds, made.name, made.source, name)
 
 
 def _made(*parts: Any) -> type:
@@ -130,25 +123,18 @@ def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
         >>> reached(block, lookup.spec_of_class(type(block)))
         ('attention', 'mlp')
     """
-    if spec.unless(block):
-        return ()
-    can_be = route(host_class(block), spec, spec.kinds).reached(block)
-    return tuple(kind for kind, here in zip(spec.kinds, can_be, strict=True) if kind and here)
+    return route(host_class(block), spec).reached(block)
 
 
 def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
     """Return, by kind of site, whether the branch output is the left summand in the source.
 
     Example:
-        >>> host = timm.models.vision_transformer.Block
+        >>> host = timm.models.edgenext.SplitTransposeBlock  # its first addition is no site
         >>> branch_first(host, lookup.spec_of_class(host))
         {'attention': False, 'mlp': False}
-        >>> host = timm.models.edgenext.SplitTransposeBlock  # its first addition is no site
-        >>> sorted(branch_first(host, lookup.spec_of_class(host)))
-        ['attention', 'mlp']
     """
-    first = route(host, spec, spec.kinds).branch_first
-    return {kind: is_first for kind, is_first in zip(spec.kinds, first, strict=True) if kind}
+    return route(host, spec).branch_first
 
 
 def next_norms(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
@@ -159,38 +145,15 @@ def next_norms(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
         >>> next_norms(block, lookup.spec_of_class(type(block)))
         {'attention': 'norm2'}
     """
-    found = route(host_class(block), spec, reached(block, spec)).next_norms
-    return {kind: found[connection] for kind, connection in spec.sites.items() if connection in found}
+    return route(host_class(block), spec, reached(block, spec)).next_norms
 
 
-def route(host: type, spec: BlockSpec, kinds: Sequence[Optional[str]]) -> Route:
+def route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> Route:
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
-    return _route(host, spec, kinds, getattr(host, _method(host, spec)))
+    name = spec.method if hasattr(host, spec.method) else "forward"
+    return _route(host, spec, tuple(spec.sites) if kinds is None else kinds, name, getattr(host, name))
 
 
-def _method(host: type, spec: BlockSpec) -> str:
-    return spec.method if hasattr(host, spec.method) else "forward"
-
-
-@cache
-def _route(host: type, spec: BlockSpec, kinds: Sequence[Optional[str]], method: Any) -> Route:
-    sums = [Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
-            for stream, kind in zip(spec.streams, spec.kinds, strict=True)]
-    return Route(host, sums, method=_method(host, spec), mask=spec.mask, library=library_of(host),
-                 sides_differ=spec.sides_differ, keeps_order=is_own(host))
-
-
-def is_own(cls: type) -> bool:
-    """Return whether a class is a user's, and not from a library with a table of blocks."""
-    return cls.__module__.partition(".")[0] not in LIBRARIES
-
-
-def library_of(cls: type) -> str:
-    """Return the library of a class with its version, for error messages.
-
-    Example:
-        >>> library_of(timm.models.vision_transformer.Block) == f"timm {timm.__version__}"
-        True
-    """
-    library = cls.__module__.partition(".")[0]
-    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
+@cache  # a method that was replaced after the first call needs a new route
+def _route(host: type, spec: BlockSpec, kinds: Tuple[str, ...], name: str, method: Any) -> Route:
+    return Route(host, spec, kinds, name)

@@ -127,9 +127,9 @@ class BlockSpec:
         return {kind: f"connection_{kind}" for kind in self.kinds if kind}
 
     @property
-    def streams(self) -> Tuple[Union[str, Tuple[str, ...]], ...]:
-        """The stream of each addition."""
-        return self._each(self.stream)
+    def streams(self) -> Tuple[Tuple[str, ...], ...]:
+        """The expressions of the stream in each addition."""
+        return tuple((each,) if isinstance(each, str) else each for each in self._each(self.stream))
 
     def dims(self, block: nn.Module) -> Dict[str, int]:
         """Return the channel axis of the stream by kind of site."""
