@@ -156,7 +156,7 @@ def connect(
     check_arguments(connection, arguments)
     arguments = {name: _json_value(name, value) for name, value in arguments.items()}
     checked = create_connection(connection, **arguments)  # also if `layers` is empty
-    call = {"connection": name_of(connection)}
+    call: dict[str, Any] = {"connection": name_of(connection)}
     if call["connection"] != "linear":
         call |= _differing(connection, **arguments, layers=layers if layers is None else sorted(chosen),
                            kinds=kinds if kinds is None else sorted(chosen_kinds))
