@@ -158,9 +158,9 @@ def connect(
     checked = create_connection(connection, **arguments)  # also if `layers` is empty
     call: dict[str, Any] = {"connection": name_of(connection)}
     if call["connection"] != "linear":
-        call |= _differing(connection, **arguments, layers=layers if layers is None else sorted(chosen),
+        call |= {**_differing(connection, **arguments), "eps": checked.eps}
+        call |= _differing(connection, layers=layers if layers is None else sorted(chosen),
                            kinds=kinds if kinds is None else sorted(chosen_kinds))
-        call["eps"] = checked.eps
     if skip != "identity":
         call |= _differing(connection, skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed)
     count = sum(len(additions) for _, additions in blocks)
