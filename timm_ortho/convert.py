@@ -524,9 +524,11 @@ def _record_for_transformers(model: nn.Module) -> Iterator[str]:
     """
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     copies: dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
+    inside: set[nn.Module] = set()  # save_pretrained of a model saves the parts inside it, too
     for module in model.modules() if transformers else ():
         config: Any = vars(module).get("config")
-        if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:
+        if isinstance(module, transformers.PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
             copied = copy.deepcopy(config, copies)
             vars(copied).pop("timm_ortho", None)
             try:
