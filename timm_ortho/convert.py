@@ -156,11 +156,11 @@ def connect(
     check_arguments(connection, arguments)
     arguments = {name: _json_value(name, value) for name, value in arguments.items()}
     checked = create_connection(connection, **arguments)  # also if `layers` is empty
-    call = {"connection": name_of(connection)}
+    call: dict[str, Any] = {"connection": name_of(connection)}
     if call["connection"] != "linear":
-        call |= _differing(connection, **arguments, layers=layers if layers is None else sorted(chosen),
+        call |= {**_differing(connection, **arguments), "eps": checked.eps}
+        call |= _differing(connection, layers=layers if layers is None else sorted(chosen),
                            kinds=kinds if kinds is None else sorted(chosen_kinds))
-        call["eps"] = checked.eps
     if skip != "identity":
         call |= _differing(connection, skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed)
     count = sum(len(additions) for _, additions in blocks)
@@ -524,9 +524,11 @@ def _record_for_transformers(model: nn.Module) -> Iterator[str]:
     """
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     copies: dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
+    inside: set[nn.Module] = set()  # save_pretrained of a model saves the parts inside it, too
     for module in model.modules() if transformers else ():
         config: Any = vars(module).get("config")
-        if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:
+        if isinstance(module, transformers.PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
             copied = copy.deepcopy(config, copies)
             vars(copied).pop("timm_ortho", None)
             try:
