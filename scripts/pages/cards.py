@@ -170,4 +170,4 @@ def subject(name: str, **more) -> Subject:
         "pretrained_cfg": model.pretrained_cfg,
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Subject(title=name, config=config, parameters=parameters, load=name, **more)
+    return Subject(title=name, config=config, parameters=parameters, **more)

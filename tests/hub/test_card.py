@@ -24,7 +24,7 @@ CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
     "pretrained_cfg": {"input_size": [1, 16, 16], "mean": [0.3], "std": [0.38], "interpolation": "bicubic"},
 }
-SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
+SUBJECT = Subject("digits", CONFIG, 12345, "me/digits", license="apache-2.0")
 
 
 def connected(**arguments):
@@ -345,13 +345,13 @@ def test_first_lines_warn_about_the_hubs_snippet():
 
 
 def test_the_revision_is_in_the_snippets():
-    text = str(model_card(Subject("m", CONFIG, 1, "hf-hub:me/m@v2", "me/m", "v2")))
+    text = str(model_card(Subject("m", CONFIG, 1, "me/m", "v2")))
     assert 'create_model("hf-hub:me/m@v2"' in text
     assert 'from_pretrained("me/m", revision="v2")' in text
 
 
 def test_base_model_and_about():
-    subject = Subject("m", CONFIG, 1, "m.authors", about="The authors' weights.", base_model="them/base",
+    subject = Subject("m.authors", CONFIG, 1, about="The authors' weights.", base_model="them/base",
                       limits=["Not ours."], dataset="imagenet1k")
     card = model_card(subject)
     assert "The authors' weights." in str(card)

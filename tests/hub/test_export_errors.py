@@ -84,6 +84,9 @@ def test_other_wrong_arguments(tmp_path):
         (tmp_path / name / name).write_text("Notes on timm-ortho")
         assert f"contains other files ({name}): choose another folder" in message(tiny(), tmp_path / name)
         assert (tmp_path / name / name).read_text().endswith("Notes on timm-ortho")
+    hub.export(tiny(), tmp_path / "other", "me/model")
+    (tmp_path / "other" / "README.md").write_text("My own notes on timm-ortho")
+    assert "contains other files (README.md): choose" in message(tiny(), tmp_path / "other")
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
     averaged = message(tmp_path / "averaged.pth", tmp_path / "out")
     assert "has no 'state_dict'; build the model, load the weights and pass the model to timm_ortho.hub" in averaged

@@ -53,12 +53,17 @@ def test_a_checkpoint_is_read_as_timm_reads_it(tmp_path):
     assert torch.equal(model.state_dict()["head.bias"], ema["module.head.bias"])
 
 
-@pytest.mark.parametrize("content", [b"", b"half", [1], {"state_dict": 3}, {"head.bias": "text"}, {3: torch.zeros(1)}])
-def test_a_file_without_weights_is_a_one_line_error(tmp_path, content):
-    path = tmp_path / "a.pth"
+@pytest.mark.parametrize("content", [
+    b"", b"half", pickle.dumps({"state_dict": Evil("executed")}), {"state_dict": Evil("executed")}, [1],
+    {"state_dict": 3}, {"head.bias": "text"}, {3: torch.zeros(1)}])
+@pytest.mark.parametrize("name", ["a.pth", "a.npy", "a.safetensors"])
+def test_a_file_without_weights_is_a_one_line_error(tmp_path, monkeypatch, content, name):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(WeightsError, match=r"a.pth cannot be read as a checkpoint \([^\n]*\)$"):
+    with pytest.raises(WeightsError, match=rf"{name} cannot be read as a checkpoint \([^\n]*\)$"):
         load_state_dict(path)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_a_flipped_bit_is_found(tmp_path):
@@ -127,10 +132,10 @@ def test_weights_of_which_timms_filter_makes_no_sense(tmp_path):
         timm.create_model("vit_test_ortho", **overlay(file=str(tmp_path / "a.safetensors")))
 
 
-def test_a_numpy_file_with_objects_is_refused(tmp_path):
+def test_a_numpy_file_is_refused(tmp_path):
     mark, path = tmp_path / "executed", tmp_path / "evil.npz"
     np.savez(path, **{"embedding/kernel": np.array([Evil(mark)], dtype=object)})
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(WeightsError, match=r"evil.npz cannot be read as a checkpoint"):
         timm.create_model("vit_small_patch16_224_ortho", **overlay(file=str(path)))
     assert not mark.exists()
 
@@ -395,15 +400,6 @@ def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
     timm_run(tmp_path / "other", device_modules="evil_module")
     assert cli.main(["show", str(tmp_path / "other")]) == 2
     assert NAMES in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("suffix", [".npz", ".npy"])
-def test_a_damaged_numpy_file_is_a_one_line_error(tmp_path, suffix):
-    path = tmp_path / f"a{suffix}"
-    path.write_bytes(b"half")
-    for name in ("vit_test_ortho", "resnetv2_18_cifar_ortho"):
-        with pytest.raises(WeightsError, match=r"the weights in .*a.np[yz] do not fit the model: \w+: [^\n]*$"):
-            load_weights(timm.create_model(name), path)
 
 
 def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys):

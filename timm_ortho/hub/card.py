@@ -62,10 +62,9 @@ class Subject:
     """The weights that a card describes. The metrics are in :class:`Run`.
 
     Attributes:
-        title: The heading.
+        title: The heading. Without `repo_id`, it is also the name of the weights, such as `vit_test_ortho.digits`.
         config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes).
         parameters: Number of parameters.
-        load: Name for `timm.create_model`, such as `hf-hub:me/repo` or `vit_test_ortho.digits`.
         repo_id: Repository of the weights on the Hub; None for weights that are not on the Hub.
         revision: Revision in that repository; None for main.
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
@@ -79,7 +78,6 @@ class Subject:
     title: str
     config: Mapping[str, Any]
     parameters: int
-    load: str
     repo_id: Optional[str] = None
     revision: Optional[str] = None
     license: Optional[str] = None
@@ -90,6 +88,12 @@ class Subject:
     imports: Sequence[str] = ()
 
     @property
+    def load(self) -> str:
+        """The name for `timm.create_model`."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf-hub:{self.repo_id}{revision}" if self.repo_id else self.title
+
+    @property
     def connection(self) -> Optional[str]:
         return (self.config.get("model_args") or {}).get("connection")
 
@@ -98,7 +102,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
     """Return the model card of the weights that ``subject`` describes.
 
     >>> config = {"architecture": "vit_test_ortho", "num_classes": 10, "pretrained_cfg": {"input_size": [1, 8, 8]}}
-    >>> card = model_card(Subject("my-model", config, 12345, "hf-hub:me/my-model", license="apache-2.0"))
+    >>> card = model_card(Subject("my-model", config, 12345, "me/my-model", license="apache-2.0"))
     >>> card.data.license
     'apache-2.0'
 
@@ -111,15 +115,10 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
     card = ModelCard.from_template(
         _metadata(subject, run),
         template_path=str(TEMPLATE),
-        title=subject.title,
+        subject=subject,
         summary=_summary(subject, run),
-        about=subject.about,
-        load=subject.load,
-        imports=subject.imports,
         registered=f"{registered}.{IMPORT_TAG}" if registered and subject.repo_id else registered,
         mode=" in grey" if subject.config["pretrained_cfg"]["input_size"][0] == 1 else "",
-        repo_id=subject.repo_id,
-        revision_argument=f', revision="{subject.revision}"' if subject.revision else "",
         facts=list(_facts(subject)),
         update=_update(subject),
         dataset=_images(subject, run, "val_num_samples"),

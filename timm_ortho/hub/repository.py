@@ -83,7 +83,7 @@ def export(
     _check_repo_id(repo_id)
     folder = Path(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if names and not FILES <= names <= FILES | {CURVE}:
+    if names and not (FILES <= names <= FILES | {CURVE} and "\n- timm-ortho\n" in _text(folder / CARD)):
         raise PublishError(f"{folder} contains other files ({min(names - FILES or names)}): choose another folder")
     published, run, initial = _read(model, ema)
     if license is None and _is_share_alike(initial):
@@ -103,6 +103,10 @@ def export(
             (folder / name).unlink()  # a copy would be written into the target of a link
         shutil.copytree(scratch, folder, dirs_exist_ok=True)
     return card
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _check_repo_id(repo_id: str) -> None:
@@ -214,7 +218,6 @@ def _subject(
         title=repo_id.rpartition("/")[2],
         config=config,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        load=f"hf-hub:{repo_id}" + (f"@{revision}" if revision else ""),
         imports=list(dict.fromkeys(_imports(run, config))),
         repo_id=repo_id,
         revision=revision,

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from .._text import error_text
 from . import WeightsError
 from .download import CacheDir, fetch
-from .files import NUMPY, load_state_dict
+from .files import load_state_dict
 
 SAFE = "model.safetensors"
 Tensors = Dict[str, Tensor]
@@ -30,7 +30,7 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
     timm itself would unpickle some files, which could run code. Weights are read from the safetensors of a folder
     (``source="local-dir"``) or of a repository (``source="hf-hub"``, or ``hf_hub_id`` without ``file``), or from any
-    ``file`` that :func:`load_state_dict` reads. timm reads ``.npz`` and ``.npy``, with numpy.
+    ``file`` that :func:`load_state_dict` reads.
 
     Args:
         cfg: Configuration of the weights. Its ``state_dict``, if any, is loaded as it is.
@@ -49,8 +49,6 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
         raise WeightsError(f"weights at a URL ({cfg.url}) are not read: download the file, and set 'file' to its path")
     else:
         file = Path(cfg.file)
-        if file.name.endswith(NUMPY):
-            return {"source": "", "custom_load": True}
     try:
         return {"state_dict": load_state_dict(file), "source": "", "custom_load": False}
     except OSError as error:

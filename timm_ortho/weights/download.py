@@ -54,20 +54,15 @@ def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: 
         WeightsError: The file is not in the cache and cannot be downloaded.
     """
     repo_id, revision = split_revision(hf_hub_id)
-    path = None
-    try:
-        problem = f"hf-hub:{hf_hub_id}: {filename} cannot be downloaded from {constants.ENDPOINT}"
-        with client_errors_as(WeightsError, problem):
-            path = cached(hf_hub_id, filename, cache_dir)
-            if path and not newest:
-                return path
+    problem = f"hf-hub:{hf_hub_id}: {filename} cannot be downloaded from {constants.ENDPOINT}"
+    with client_errors_as(WeightsError, problem):
+        path = cached(hf_hub_id, filename, cache_dir)
+        if path and not newest:
+            return path
+        if path is None:  # this request is not repeated
             url = hf_hub_url(repo_id, filename, revision=revision)
             get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-            return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir))
-    except WeightsError:
-        if path:
-            return path
-        raise
+        return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir))
 
 
 @contextmanager

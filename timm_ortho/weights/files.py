@@ -5,7 +5,6 @@ import warnings
 import zipfile
 from argparse import Namespace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Dict, Union
 
 import torch
@@ -18,7 +17,6 @@ from .._text import error_text
 from . import WeightsError
 
 Path_ = Union[str, "PathLike[str]"]
-NUMPY = (".npz", ".npy")  # read by timm's `load_pretrained` of a model with numpy.load, which refuses pickles
 
 
 def load_checkpoint(path: Path_) -> Any:
@@ -92,12 +90,8 @@ def load_weights(model: nn.Module, path: Path_, use_ema: bool = True) -> None:
     Raises:
         OSError, WeightsError: The file cannot be read, or its weights do not fit. The message is one line.
     """
+    weights = load_state_dict(path, use_ema)
     try:
-        if Path(path).suffix.lower() in NUMPY:
-            model.load_pretrained(str(path))
-        else:
-            model.load_state_dict(load_state_dict(path, use_ema))
-    except (OSError, WeightsError):
-        raise
-    except Exception as error:  # noqa: BLE001 numpy, zipfile and the models of timm raise any exception
+        model.load_state_dict(weights)
+    except RuntimeError as error:
         raise WeightsError(f"the weights in {path} do not fit the model: {error_text(error, named=True)}") from None
