@@ -184,7 +184,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
             residual_update(X, X, parallel=parallel, backend="tritn")
     with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")), use_backend("tritn"):
         pass
-    monkeypatch.setattr(backends._contexts, "active", [["Triton"]])
+    monkeypatch.setattr(backends._contexts, "active", [["Triton", False]])
     with pytest.raises(ValueError, match=re.escape(f"unknown TIMM_ORTHO_BACKEND 'Triton', {known}")):
         residual_update(X, X)
 

@@ -79,7 +79,7 @@ def test_env(capsys):
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
 def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypatch):
-    monkeypatch.setattr(backends._contexts, "active", [[wanted]])
+    monkeypatch.setattr(backends._contexts, "active", [[wanted, False]])
     assert cli.main(["env"]) == 0
     assert f"backend          {answer}" in capsys.readouterr().out
 

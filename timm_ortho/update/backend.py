@@ -26,12 +26,13 @@ from .._compat import has_hooks, is_eager, own_parameters
 from .gradient import KernelFailed
 
 BACKENDS = ("auto", "torch", "triton")
-BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
+BACKEND_VARIABLE, CPP_VARIABLE = "TIMM_ORTHO_BACKEND", "TIMM_ORTHO_CPP"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Default backends of the main thread: the environment's, then those of its contexts. They also apply to threads without
-# a context of their own, because CUDA's backward passes run in such threads, and compute checkpointed blocks again.
-_main: List[List[str]] = [[os.environ.get(BACKEND_VARIABLE) or "auto"]]
+# Default backends of the main thread, and whether autograd functions are in C++: the environment's, then those of its
+# contexts. They also apply to threads without a context of their own, because CUDA's backward passes run in such
+# threads, and compute checkpointed blocks again.
+_main: List[List[Any]] = [[os.environ.get(BACKEND_VARIABLE) or "auto", os.environ.get(CPP_VARIABLE) == "1"]]
 
 
 class _Contexts(threading.local):
@@ -47,8 +48,13 @@ def default() -> str:
     return (_contexts.active or _main)[-1][0]
 
 
+def uses_cpp() -> bool:
+    """Return whether the autograd function of the kernels is that in C++, see :mod:`timm_ortho.update.node`."""
+    return (_contexts.active or _main)[-1][1]
+
+
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str, cpp: Optional[bool] = None) -> Iterator[None]:
     """Set the default backend inside a context. This overrides the environment variable TIMM_ORTHO_BACKEND.
 
     A context of the main thread also applies to threads without a context of their own. Contexts may end in any order:
@@ -56,6 +62,8 @@ def use_backend(name: str) -> Iterator[None]:
 
     Args:
         name: ``"auto"``, ``"torch"`` or ``"triton"``.
+        cpp: Whether kernels use the autograd function in C++ (:mod:`timm_ortho.update.node`), which is built at first
+            use. None keeps the present value, which is False unless the environment variable TIMM_ORTHO_CPP is ``1``.
 
     Raises:
         ValueError: The name is unknown.
@@ -65,7 +73,7 @@ def use_backend(name: str) -> Iterator[None]:
         ...     choose_backend(torch.ones(1), torch.ones(1))
         'torch'
     """
-    active, entry = _contexts.active, [known_name("backend", name, BACKENDS)]
+    active, entry = _contexts.active, [known_name("backend", name, BACKENDS), uses_cpp() if cpp is None else cpp]
     active.append(entry)
     try:
         yield
@@ -172,7 +180,7 @@ def by_kernels(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tens
     if not plan:
         return None
     try:
-        return plan(x, *tensors)
+        return plan(x, *tensors, cpp=uses_cpp())
     except KernelFailed as error:
         plan.fails(error)
         return None

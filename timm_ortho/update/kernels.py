@@ -27,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .._checks import check_tensors
-from .._compat import current_cuda_device, is_eager, raw_cuda_stream
+from .._compat import current_cuda_device, hooks_saved_tensors, is_eager, raw_cuda_stream
 from .._text import error_text
 from . import formula
 from .gradient import KernelFailed, KernelUpdate, torch_gradients
+from .node import make_node
 
 LONGEST_ROW, LONGEST_COLUMN = 8192, 2048  # longest projections in one tile
 TILE = 512  # elements of each tensor in a tile of rows (at least one row): one warp then sums a row without a barrier
@@ -296,6 +297,8 @@ class Plan:
     """
 
     fails: Any
+    node: Any = None  # the autograd function in C++, False if there is none
+    norm: Any = None  # dtype of the norm's result
 
     def __init__(self, x: Tensor, f: Tensor, dims: Sequence[int], eps: float, a: float = 0.0, b: float = 1.0,
                  keep_branch: bool = False, norm_eps: float = 0.0, centered: bool = False) -> None:
@@ -338,14 +341,24 @@ class Plan:
     def launch(self, kernel: Any, *constants: Any) -> Launch:
         return Launch(kernel, self.programs, self.warps, constants, self.device)
 
-    def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
-        """Return y, or y and h."""
+    def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor], cpp: bool = False) -> Any:
+        """Return y, or y and h. The autograd function is in C++ if ``cpp`` and if it can be."""
         if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or any(
                 p is not None and p.requires_grad for p in parameters)):
-            outputs = KernelUpdate.apply(x, f, self, *parameters)
+            outputs = self.in_cpp(x, f, *parameters) if cpp else None
+            if outputs is None:
+                outputs = KernelUpdate.apply(x, f, self, *parameters)
         else:
             outputs, _ = self.update(x, f, *parameters, keep=False)
         return outputs[0] if len(outputs) == 2 else outputs[:2]
+
+    def in_cpp(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
+        """Return the outputs of the autograd function in C++, or None if that in Python must compute them."""
+        if self.node is None and self.forward[True].compiled and self.backward_launch.compiled:
+            self.node = self.kind != "long" and make_node(self)
+        if not self.node or hooks_saved_tensors() or is_hooked(update_kernel):
+            return None
+        return self.node(x, f, *parameters)
 
     def update(self, x: Tensor, f: Tensor, keep: bool = True) -> Tuple[Any, Any]:
         """Return the outputs ``(y, s)`` of the autograd function, and the tensors to save; only y unless ``keep``."""

@@ -97,7 +97,7 @@ class NormPlan(Plan):
     def __init__(self, x: Tensor, f: Tensor, eps: float, norm_eps: float, centered: bool, dtype: torch.dtype,
                  parameters: Sequence[Optional[torch.dtype]]) -> None:
         super().__init__(x, f, [-1], eps, norm_eps=norm_eps, centered=centered)
-        self.norm_eps, self.centered, self.norm_dtype, self.parameters = norm_eps, centered, dtype, parameters
+        self.norm_eps, self.centered, self.norm, self.parameters = norm_eps, centered, dtype, parameters
         self.case = *self.case, "norm", centered, dtype, *parameters
         rows, width, _, _, _, unit, block_p, block_w, _ = self.constants
         warps = max(1, block_p * block_w // (32 * BACKWARD_PER_THREAD))
@@ -113,7 +113,7 @@ class NormPlan(Plan):
     def update(  # type: ignore[override]
             self, x: Tensor, f: Tensor, w: Any, c: Any, keep: bool = True) -> Tuple[Any, Any]:
         """Return ``(y, h, s)`` and the tensors to save; only y and h unless ``keep``."""
-        y, h = torch.empty_like(x, dtype=self.dtype), torch.empty_like(x, dtype=self.norm_dtype)
+        y, h = torch.empty_like(x, dtype=self.dtype), torch.empty_like(x, dtype=self.norm)
         s = n = moments = None
         if keep:
             s = torch.empty_strided(**self.sums)
@@ -166,13 +166,13 @@ class NormPlan(Plan):
         _, (x, f) = super().small()
         parameters = [dtype and waves([x.shape[1]], dtype, self.device, i) for i, dtype in enumerate(self.parameters)]
         x, f = x[..., 0], f[..., 0]
-        plan = NormPlan(x, f, self.eps, self.norm_eps, self.centered, self.norm_dtype, self.parameters)
+        plan = NormPlan(x, f, self.eps, self.norm_eps, self.centered, self.norm, self.parameters)
         return plan, (x, f, *parameters)
 
     def by_torch(self, x: Tensor, f: Tensor, w: Any, c: Any) -> Sequence[Any]:  # type: ignore[override]
         y, s, n = super().by_torch(x, f)
         h = self._normalised(y)[0] * (1.0 if w is None else w) + (0.0 if c is None else c)
-        return y, h.to(self.norm_dtype), s, n
+        return y, h.to(self.norm), s, n
 
 
 def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Optional[NormPlan]:
