@@ -50,6 +50,13 @@ def test_pages_are_short():
     assert sum(map(words, {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - tasks)) <= 17_000
 
 
+@pytest.mark.parametrize("path", BY_HAND, ids=ids)
+def test_products_are_no_html_tags(path):
+    """The site would drop `<x, f>` outside code."""
+    prose = re.sub(r"^ {4}.*$|`[^`]*`|<!--.*?-->", "", without_blocks(text_of(path)), flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"<\w+, .*?>", prose) == []
+
+
 def test_every_page_is_in_the_navigation():
     navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
     pages = {ids(path) for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")]}
