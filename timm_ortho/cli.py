@@ -309,7 +309,7 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench", help="measure time and memory of the orthogonal update on this machine",
         description="Measures the orthogonal update alone and in whole models, in turns with the linear residual "
-                    "connection. Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
+                    "connection. Writes bench.csv. Ctrl-C prints the finished measurements.")
     add = parser.add_argument
     add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models (default: both)")
     add("--models", nargs="+", metavar="NAME",

@@ -1,7 +1,6 @@
 """`timm-ortho bench --what operator`: candidates, tensors, metrics, columns that describe the machine, plot, table."""
 import io
 import subprocess
-import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -114,16 +113,6 @@ def test_no_commit_outside_a_checkout():
     assert provenance.commit_of(ROOT / "timm_ortho") == ""  # the folder has no .git, and its parent's must not be used
 
 
-def test_plot(operator_run):
-    folder, *_ = operator_run
-    text = (folder / "bench.svg").read_text(encoding="utf-8")
-    assert ElementTree.fromstring(text).tag.endswith("svg")
-    for name in ("plain", "torch-compiled", "2x5x16 tokens feature float32 both"):
-        assert f"<!-- {name} -->" in text
-    assert "float32 backward -->" not in text
-    assert sorted(path.name for path in folder.iterdir()) == ["bench.csv", "bench.svg"]
-
-
 def test_tables(operator_run):
     folder, _, out = operator_run
     lines = out.splitlines()
@@ -133,7 +122,7 @@ def test_tables(operator_run):
     assert "cannot run" in triton
     assert sum(line.startswith("2x5x16") for line in lines) == 1  # the next rows leave the repeated shape blank
     assert sum(line.split()[:1] == ["plain"] for line in lines) == 3
-    assert f"written: {folder / 'bench.csv'}, {folder / 'bench.svg'}" in out
+    assert f"written: {folder / 'bench.csv'}\n" in out
 
 
 def test_convolutional_shapes_have_two_layouts_and_both_scopes():

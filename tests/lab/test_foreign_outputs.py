@@ -62,7 +62,7 @@ def test_a_stage_outside_of_the_run_is_refused(tmp_path):
     folder = one_run(tmp_path / "out")
     plan = (folder / "run.json").read_text()
     (folder / "run.json").write_text(plan.replace('"folder": "."', f'"folder": "{tmp_path / "victim"}"'))
-    with pytest.raises(UserError, match=r"run.json cannot be read \(it.plan.stages.folder is '.*victim'"):
+    with pytest.raises(UserError, match=r"run.json cannot be read \(it.plan.stages.folder is '/"):
         RunPlan.read(folder)
 
 

@@ -14,15 +14,13 @@ half-precision dtype, and models use autocast.
 On a GPU, the part `operator` measures the time of the kernels without their launches.
 """
 import gc
-import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import torch
 from tqdm import tqdm
 
-from .._text import svg_text
 from . import results
 from .clock import BUSY, Clock, Group, as_in_training, measure
 from .models import model_groups
@@ -33,15 +31,15 @@ __all__ = ["BenchError", "Clock", "Group", "as_in_training", "bench", "measure",
 
 
 def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: Path, command: str) -> int:
-    """Measure, print the tables, and write `bench.csv` and `bench.svg`.
+    """Measure, print the tables, and write `bench.csv`.
 
-    `bench.csv` is written after each group. Ctrl-C also writes the tables and the plot of the finished groups.
+    The file is written after each group. Ctrl-C also prints the tables of the finished groups.
 
     Args:
         requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
             `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
         environment: Versions and machine, from `timm-ortho env`.
-        output: Folder for the files.
+        output: Folder for the file.
         command: Command line, for the CSV.
 
     Returns:
@@ -61,7 +59,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     options = resolve(requested)
     groups = [*operator_groups(options), *model_groups(options)]
     machine = results.machine(options.device, environment, command)
-    _check_writable(output)
+    results.write_rows(output, [])  # a folder that cannot be written is an error before the first measurement
     rows, status = [], 0
     try:
         # disable=None: no progress bar if the output is not a terminal
@@ -74,23 +72,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
                 results.write_rows(output, rows)
     except KeyboardInterrupt:
         status = 130
-    finally:
-        plot = write_plot(output, rows) if rows else ""
-    print(f"{results.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {plot}" if rows
-          else "no group was finished; no files were written")
+    print(f"{results.tables(rows)}\n\nwritten: {output / 'bench.csv'}" if rows else "no group was finished")
     return status
-
-
-def write_plot(folder: Path, rows: Sequence[results.Measurement]) -> str:
-    """Write `bench.svg` atomically, and return its path; if matplotlib is not installed, return a note instead."""
-    try:
-        from .plot import plot
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        return "no plot, because matplotlib is not installed"
-    results.write(folder / "bench.svg", svg_text(plot(rows), "bench", fonttype="path"))
-    return str(folder / "bench.svg")
 
 
 def _rows(group: Group, options: Namespace) -> list[results.Measurement]:
@@ -98,11 +81,3 @@ def _rows(group: Group, options: Namespace) -> list[results.Measurement]:
     clock = Clock(options.device, flushes=BUSY if busy else 1)
     measured = measure(group.build(), options.repeats, clock, most_calls=5 if busy else 50)
     return results.rows(group.labels, group.images, measured)
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise if the folder cannot be created or written. The folder is created after the measurement."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        reason = "is not writable" if existing.is_dir() else "is a file"
-        raise BenchError(f"--output {folder} cannot be written: {existing} {reason}")

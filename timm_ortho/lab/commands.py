@@ -186,10 +186,10 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
         text = report.write(parts, output)
     else:
         output = output or folders[0]
-        parts = collect(folders)
-        own = [folder for folder in parts  # other folders may be read-only
+        own = [folder for folder in folders  # other folders may be read-only
                if (folder / STUDY).is_file() and folder.resolve() == output.resolve()]
         refuse_links(*(folder / point["run"] for folder in own for point in read(folder)["places"]))
+        parts = collect(folders)
         text = report.write(list(parts.values()), output)
         for folder in own:
             card_file.write(folder, parts[folder])
