@@ -12,7 +12,7 @@ from timm.models import is_model
 
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, read_user_yaml
-from timm_ortho.lab.folder import RunPlan, Stage
+from timm_ortho.lab.folder import Stage, Variant
 from timm_ortho.lab.planning import memory, recipe
 from timm_ortho.lab.running.timm_script import torchrun
 from timm_ortho.lab.train_options import defaults
@@ -47,7 +47,7 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
     parser.set_defaults(**{**unset, **values, "batch_size": None, "output": values.get("output") or "output/train"})
     parsed = parser.parse_args(options)
     gpus = 0 if parsed.device == "cpu" else torch.cuda.device_count()
-    plan = RunPlan(str(script), [], gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
+    plan = Variant([], str(script), gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
     if plan.processes > 1 and not gpus:
         raise LabError("several processes need GPUs, but the device is the CPU: unset NPROC_PER_NODE and NNODES")
     if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
@@ -75,7 +75,7 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
     return [*words, *options]
 
 
-def _divided(plan: RunPlan, whole: Namespace, parsed: Namespace, gpu_memory: float) -> list[str]:
+def _divided(plan: Variant, whole: Namespace, parsed: Namespace, gpu_memory: float) -> list[str]:
     """Return the options that divide the batch, so that a step of a process fits into the memory of its GPU.
 
     Args:

@@ -7,12 +7,12 @@ from helpers.reports import rewrite, side_by_side, tables_of, texts, write
 from timm_ortho import bench, cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.costs import cost_report, measure
-from timm_ortho.lab.planning import design
+from timm_ortho.lab.planning import study_file
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
-@pytest.mark.parametrize("scale", design.SCALES)
+@pytest.mark.parametrize("scale", study_file.SCALES)
 def test_arguments_are_accepted_by_the_measurements(scale):
     for name in ("parameters", "gamma"):
         assert list(cost_report.load(name, scale)[1]) == ["models"]

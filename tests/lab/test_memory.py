@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import yaml
-from helpers.tiny_study import SMALL, planned, request, written
 
-from timm_ortho import cli
 from timm_ortho.bench.clock import saved_bytes
 from timm_ortho.lab import LabError
 from timm_ortho.lab.planning import memory, recipe
@@ -124,64 +121,6 @@ def test_the_smallest_gpu_decides(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ planning
-def study(tmp_path, *arguments):
-    path = written(tmp_path, grid={"depth": {1: {"model_kwargs": {"depth": 1}}, 2: {"model_kwargs": {"depth": 2}}}},
-                   representation=False, connections=["linear", "hybrid"],
-                   scales={"smoke": {"options": {"img_size": 16, "model_kwargs": SMALL["model_kwargs"]}}})
-    return cli.main([
-        "study", "plan", path, "--scale", "smoke", "--dataset", "", "--data-dir", "/nowhere", "-o", "num_classes=10",
-        "--train-py", str(STAND_IN), "-o", "batch_size=64", "--output", str(tmp_path / "out"), *arguments])
-
-
-def test_connections_of_a_cell_have_equal_settings(tmp_path, monkeypatch, capsys):
-    def step_bytes(options, amp):
-        heavy = options.model_kwargs["depth"] == 2 and options.model_kwargs["connection"] == "hybrid"
-        return StepBytes(0, GB) if heavy else StepBytes(0, GB // 10)
-
-    monkeypatch.setattr(memory, "step_bytes", step_bytes)
-    assert study(tmp_path, "--gpus", "2", "--gpu-memory", "9") == 0
-    printed = capsys.readouterr().out
-    assert "\n1: float32, 32 images at once, about 3 GB of 9 GB\n2: float32, 8 images at once, about 8 GB of" in printed
-    for depth, each in ((1, 32), (2, 8)):
-        for connection in ("linear", "hybrid"):
-            args = yaml.safe_load((tmp_path / "out" / f"depth={depth}-{connection}-seed0" / "args.yaml").read_text())
-            assert (args["batch_size"], args["grad_accum_steps"], args["amp"]) == (each, 32 // each, False)
-
-
-def test_amp_is_bfloat16_unless_the_user_set_it(tmp_path, monkeypatch):
-    measured = {False: StepBytes(0, GB), True: StepBytes(0, GB // 2)}
-    monkeypatch.setattr(memory, "step_bytes", lambda options, amp: measured[amp])
-    for number, (asked, expected) in enumerate([
-            ([], (True, "bfloat16", 64)), (["-o", "amp=false"], (False, "bfloat16", 32)),
-            (["-o", "amp=true", "-o", "amp_dtype=float16"], (True, "float16", 64))]):
-        output = tmp_path / str(number)
-        assert study(tmp_path, "--gpus", "1", "--gpu-memory", "40", *asked, "--output", str(output)) == 0
-        args = yaml.safe_load((output / "depth=1-linear-seed0" / "args.yaml").read_text())
-        assert (args["amp"], args["amp_dtype"], args["batch_size"]) == expected
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--gpus", "2", "--gpu-memory", "0"], "--gpu-memory is 0.0, but must be a positive number of gigabytes"),
-    (["--gpus", "2", "--gpu-memory", "nan"], "--gpu-memory is nan, but must be a positive number of gigabytes"),
-    (["--gpus", "2", "--gpu-memory", "1e-6"], "vit_small_ortho: a step with 1 image needs 0.0 GB with amp, but a plan"),
-])
-def test_errors_are_one_line(tmp_path, capsys, arguments, message):
-    assert study(tmp_path, *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_labs_loop_has_no_gpu_memory(capsys):
-    assert cli.main(["study", "plan", "dynamics", "--gpu-memory", "24"]) == 2
-    assert "--gpu-memory needs timm's train.py: add --train-py" in capsys.readouterr().err
-
-
-def test_plans_for_the_cpu_are_not_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "step_bytes", None)
-    assert planned(request(written(tmp_path, representation=False), tmp_path / "out", train_py=STAND_IN, dataset="",
-                           data_dir="/nowhere", num_classes=10)).memory == []
 
 
 # ------------------------------------------------------------------------------------------------- recipes

@@ -11,7 +11,7 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.planning import recipe, study_file
 from timm_ortho.lab.train_options import known_options
 from timm_ortho.models.variant_arguments import variant_arguments
 
@@ -123,7 +123,7 @@ def test_commands_are_parsed(path):
         if arguments and arguments[0] != "run" and "--help" not in arguments:
             parsed = vars(parser.parse_args(arguments))
             if arguments[:2] in (["study", "run"], ["study", "plan"]):
-                assert parsed["name"] in design.shipped(), command
+                assert parsed["name"] in study_file.shipped(), command
         for name in re.findall(r"(?:recipe --path|--recipe|scripts/train\.\w+) ([a-z]\w+)(?![\w.])", command):
             assert name in recipe.shipped(), command
         if re.search(r"(^|\s)train\.py ", command):

@@ -16,7 +16,7 @@ import torch
 
 from ...run_folder import made_with
 from .. import LabError, read_user_yaml, shipped_files
-from ..planning.design import COST_STUDIES, SCALES
+from ..planning.study_file import COST_STUDIES, SCALES
 from ..reporting import report
 from ..reporting.page import Block, Grid, Heading, Text, text_table
 from . import measure
