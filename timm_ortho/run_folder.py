@@ -467,7 +467,7 @@ class CheckpointRun(Run):
         lab = read_run(folder)
         if lab is not None and lab.result is None:
             raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
-        self.card = CardValues() if lab is None else card_values(lab.result, lab.made_with, lab.comparison)
+        self.card = card_values(lab.result, lab.made_with, lab.comparison) if lab and lab.result else CardValues()
         self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
