@@ -1,33 +1,31 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
-from . import hub
-from .blocks import not_residual, register_block
-from .connections import (
-    CONNECTIONS,
-    Connection,
-    FeatureConnection,
-    GlobalConnection,
-    HybridConnection,
-    LinearConnection,
-    create_connection,
-    register_connection,
-)
-from .convert import UnsupportedModelError, connect, disconnect
-from .diagnostics import Recorder, record
-from .functional import decompose, residual_update
-from .hub import pull
-from .model_sites import Site, connection_arguments, sites
-from .models import paper, skip_networks, variants  # registers the models
-from .models.variants import register_variants
-from .routing import RoutingError
-from .skips import SKIPS, Skip, create_skip, register_skip
-from .weights import WeightsError
+import sys
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CONNECTIONS", "SKIPS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection",
-    "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "UnsupportedModelError", "WeightsError", "connect",
-    "connection_arguments", "create_connection", "create_skip", "decompose", "disconnect", "hub", "not_residual",
-    "paper", "pull", "record", "register_block", "register_connection", "register_skip", "register_variants",
-    "residual_update", "sites", "skip_networks", "variants",
-]
+
+def _is_command_line() -> bool:
+    """Return whether this process is `timm-ortho` or `python -m timm_ortho`, before the latter has read its arguments.
+
+    The command line registers the models after it has parsed its arguments, because importing torch and timm takes
+    seconds, which `--version`, `--help` and `study list` save.
+    """
+    if sys.argv[:1] == ["-m"]:
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "timm_ortho"
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "timm-ortho"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, in a process in which `_is_command_line` was true."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'timm_ortho' has no attribute '{name}'")
+    from . import _api
+
+    return getattr(_api, name)
+
+
+if not _is_command_line():
+    from ._api import *  # noqa: F403 all names are in __all__
+    from ._api import __all__  # noqa: F401

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
         parsed.command_line = shlex.join(["timm-ortho", *arguments])
+        if not getattr(parsed, "quick", False):
+            from . import _api  # noqa: F401 registers the variants
         return parsed.call(parsed)
     except KeyboardInterrupt:
         return 130
@@ -142,7 +144,7 @@ def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
         "study", help="run one of the papers' experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="list the studies").set_defaults(act=lambda lab, parsed: print(lab.listing()))
+    actions.add_parser("list", help="list the studies").set_defaults(call=_study_list, quick=True)
     plan = actions.add_parser(
         "plan", help="write the folders of a study's runs, and print the commands",
         description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
@@ -197,7 +199,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
              "trains with a train.py, by default $TIMM_DIR/train.py")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
-    add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
+    add("--launcher", default="local", choices=["local", "slurm"],
+        help="where to start the runs; slurm submits them and returns (default: local)")
     add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
     add("--slurm", action="append", default=[], type=_sbatch_option, metavar="KEY=VALUE",
@@ -209,6 +212,13 @@ def _add_device_images(parser: argparse.ArgumentParser) -> None:
         "--device-images", action=argparse.BooleanOptionalAction,
         help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
              "if they need less than a quarter of its free memory)")
+
+
+def _study_list(parsed: argparse.Namespace) -> int:
+    from .lab.planning.study_file import listing
+
+    print(listing())
+    return 0
 
 
 def _study(parsed: argparse.Namespace) -> int:
@@ -237,6 +247,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
+        slurm=parsed.launcher == "slurm",
         command=parsed.command_line,
     )
 
@@ -689,7 +700,7 @@ def _parts(text: str) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------------------- run
 def run_script(script: str, arguments: Sequence[str]) -> int:
     """Register the variants, then do the same as `python SCRIPT ARGS...`."""
-    import timm_ortho  # noqa: F401 registers the variants
+    from . import _api  # noqa: F401 registers the variants
 
     if not os.path.isfile(script):
         raise UserError(f"there is no script '{script}'")

@@ -467,7 +467,7 @@ class CheckpointRun(Run):
         lab = read_run(folder)
         if lab is not None and lab.result is None:
             raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
-        self.card = CardValues() if lab is None else card_values(lab.result, lab.made_with, lab.comparison)
+        self.card = card_values(lab.result, lab.made_with, lab.comparison) if lab and lab.result else CardValues()
         self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
@@ -487,10 +487,9 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
     Raises:
         RunError: The model cannot be built, or the weights do not fit it.
-        UserError: The options name modules, see :func:`check_modules`.
+        UserError: The model cannot be built, and the options name modules, see :func:`check_modules`.
     """
     options = run.options
-    check_modules(options, str(run.path.parent))
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
     if ":" in name:  # hf-hub:me/my-model, which timm would download
@@ -501,6 +500,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
         model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        check_modules(options, str(run.path.parent))  # one of them may register the model or its connection
         raise RunError(f"the model '{name}' cannot be built with the arguments and weights of {run.path}: "
                        f"{error_text(error)}") from None
     return model.eval()

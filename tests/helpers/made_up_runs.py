@@ -2,7 +2,7 @@
 import itertools
 import random
 
-from timm_ortho.lab.planning import design
+from timm_ortho.lab.planning import study_file
 
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
 GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseline
@@ -30,7 +30,7 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
     "fine_tuning_imagenet_rates": ("", {"arm": ["linear"], "lr": [3e-4, 1e-3]}, {"arm": "linear"}),
     "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
-RECORDED = [name for name in GRIDS if name in design.shipped() and design.read(name).get("record")]
+RECORDED = [name for name in GRIDS if name in study_file.shipped() and study_file.read(name).get("record")]
 DATA = {  # a study's `data`
     "classes": 10, "validation": 360, "train": 1437, "channels": 1, "image_size": [8, 8], "size_from": "recipe digits",
     "first_image": [8, 8], "validation_split": "test"}
@@ -39,12 +39,12 @@ DATA = {  # a study's `data`
 def study_of(name, /, **changes):
     """Return a study with made-up properties. A study of the package, of the name `changes["name"]`, has its layout."""
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
-    shipped = changes.get("name", name) in design.shipped()
+    shipped = changes.get("name", name) in study_file.shipped()
     return {
         "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
         "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
-        "report": design.read(name).get("report") if shipped else None,
+        "report": study_file.read(name).get("report") if shipped else None,
         "changed": ["epochs: 3 here; 300 in the paper"] if table else [],
         "command": f"timm-ortho study run {name}", **changes}
 

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from timm_ortho.lab import commands as study
-from timm_ortho.lab.folder import RunPlan, history, read_lines
+from timm_ortho.lab.folder import Variant, history, read_lines
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import Training
@@ -161,7 +161,7 @@ def unfinish(folder):
 
 
 def rates(folder):
-    return [row["lr"] for row in history(folder, RunPlan.read(folder))]
+    return [row["lr"] for row in history(folder, Variant.read(folder))]
 
 
 def assert_same_run(one, other):

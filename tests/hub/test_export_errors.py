@@ -119,8 +119,10 @@ def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch
     (tmp_path / "published.py").write_text(
         "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
         "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
-    monkeypatch.setitem(connections.CONNECTIONS, "mine", None)  # pytest removes the entry after the test
-    folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
+    monkeypatch.setitem(connections.CONNECTIONS, "mine", connections.FeatureConnection)  # removed after the test
+    folder = timm_run(
+        tmp_path / "run", device_modules=["timm_ortho", "published"], model_kwargs={**TINY, "connection": "mine"})
+    del connections.CONNECTIONS["mine"]
     assert "names the module 'published', whose code would run: if you trust it, name it too" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, augmentation, commands, data, device_images
-from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.folder import Variant, read_yaml
 from timm_ortho.lab.planning import plan, trainers
 from timm_ortho.lab.running import loop, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, RANGES, known_options
@@ -340,7 +340,7 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
 def test_runs_with_a_loader_have_none_of_the_options(tmp_path, requested):
     """Folders of runs from before these options existed stay valid."""
     folder = one_run(tmp_path / "out", "linear", **requested)
-    assert not set(DEVICE_OPTIONS) & set(RunPlan.read(folder).stages[0].options)
+    assert not set(DEVICE_OPTIONS) & set(Variant.read(folder).stages[0].options)
 
 
 def test_train_py_loads_its_own_images(tmp_path):

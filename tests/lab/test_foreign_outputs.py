@@ -13,7 +13,7 @@ from helpers.tiny_study import compared, one_run, request, trained, unfinish, wr
 from timm_ortho import cli
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import RunPlan, state
+from timm_ortho.lab.folder import Variant, state
 from timm_ortho.lab.planning.plan import read
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.lab.running import run
@@ -63,7 +63,7 @@ def test_a_stage_outside_of_the_run_is_refused(tmp_path):
     plan = (folder / "run.json").read_text()
     (folder / "run.json").write_text(plan.replace('"folder": "."', f'"folder": "{tmp_path / "victim"}"'))
     with pytest.raises(UserError, match=r"run.json cannot be read \(it.plan.stages.folder is '/"):
-        RunPlan.read(folder)
+        Variant.read(folder)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,12 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def theirs(finished, tmp_path):
-    """A copy of `finished`, and the file `victim/run.json` outside it."""
+    """A copy of `finished`, and the file `victim/precious` outside it."""
     (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "run.json").write_text("precious")
+    (tmp_path / "victim" / "precious").write_text("precious")
     yield shutil.copytree(finished, tmp_path / "theirs")
-    assert files_in(tmp_path / "victim") - files_in(finished / "linear-seed0") == set()
-    assert (tmp_path / "victim" / "run.json").read_text() == "precious"
+    assert files_in(tmp_path / "victim") - files_in(finished / "linear-seed0") == {"precious"}
+    assert (tmp_path / "victim" / "precious").read_text() == "precious"
 
 
 def link(path, target):
@@ -93,7 +93,7 @@ def link(path, target):
 def test_a_report_does_not_follow_the_links_of_its_folder(theirs, file):
     """A link in place of a file is replaced by the file, and a link in place of a temporary file is removed."""
     path = theirs / file.format(os.getpid())
-    link(path, theirs.parent / "victim" / "run.json")
+    link(path, theirs.parent / "victim" / "precious")
     study.report_on([theirs])
     assert not path.is_symlink()
     assert path.name.startswith(".") or path.is_file()
@@ -104,14 +104,13 @@ def test_a_report_does_not_follow_the_links_of_its_folder(theirs, file):
 def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, capsys):
     victim = theirs.parent / "victim"
     (theirs / "figures").mkdir()
-    if name == "linear-seed0":  # a folder that can be read as a run
-        for path in (theirs / name).iterdir():
-            if path.name != "run.json":
-                shutil.copy(path, victim)
-    link(theirs / name, victim / "run.json" if "." in name else victim)
-    before = contents(theirs)
+    if name.startswith("linear"):  # a folder that can be read as a run
+        for path in (theirs / "linear-seed0").iterdir():
+            shutil.copy(path, victim)
+    link(theirs / name, victim / ("run.json" if name.endswith("json") else "precious") if "." in name else victim)
+    before = contents(theirs.parent)
     assert cli.main(["study", "report", str(theirs)]) == 2
-    assert contents(theirs) == before
+    assert contents(theirs.parent) == before
     assert capsys.readouterr().err == (f"timm-ortho: error: {theirs / name} is a link, and nothing is written "
                                        "through links: replace it by what it links to\n")
 
@@ -121,8 +120,8 @@ def test_training_does_not_write_through_links(theirs, name):
     """These files are appended to, cut off or locked."""
     folder = theirs / "linear-seed0"
     unfinish(folder)
-    link(folder / name, theirs.parent / "victim" / "run.json")
-    for write in (lambda: run.run(folder), lambda: RunPlan.read(folder).write(folder)):
+    link(folder / name, theirs.parent / "victim" / "precious")
+    for write in (lambda: run.run(folder), lambda: Variant.read(folder).write(folder)):
         with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
             write()
 
@@ -142,7 +141,7 @@ def test_the_state_of_a_run_does_not_lock_through_a_link(theirs, monkeypatch):
     """Releases of filelock before 3.20.1 truncate the file that a link names."""
     folder = theirs / "linear-seed0"
     unfinish(folder)
-    link(folder / ".lock", theirs.parent / "victim" / "run.json")
+    link(folder / ".lock", theirs.parent / "victim" / "precious")
     monkeypatch.setattr("timm_ortho.lab.folder.FileLock", lambda path, **_: path.write_text(""))
     assert state(folder)[0] == "stopped"
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
-from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
 from timm_ortho.lab.train_options import known_options
@@ -228,10 +228,10 @@ def test_shared_images_are_refused_when_train_py_starts(tmp_path):
     """A plan may be made on a machine without the data, so the splits are checked again when train.py starts."""
     experiment = planned(for_train_py(tmp_path, tmp_path / "data"))
     folder = experiment.folder / next(iter(experiment.runs))
-    stage = RunPlan.read(folder).stages[0]
+    stage = Variant.read(folder).stages[0]
     image_folder(tmp_path / "data", "train", "test")
     with pytest.raises(LabError, match=r"planned with val_split 'validation', .* --option val_split=test"):
-        train_py.train(RunPlan.read(folder), stage, folder)
+        train_py.train(Variant.read(folder), stage, folder)
     assert not (folder / "summary.csv").exists()
 
 

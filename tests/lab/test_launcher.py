@@ -33,7 +33,7 @@ from helpers.tiny_study import (
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
-from timm_ortho.lab.folder import LOG, RunPlan, Stage
+from timm_ortho.lab.folder import LOG, Stage, Variant
 from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import features, launcher, run, slurm
 from timm_ortho.run_folder import read_history, read_run
@@ -375,7 +375,7 @@ def test_a_second_command_leaves_the_report_of_the_first(tmp_path):
     request = compared(tmp_path / "out", ["linear"])
     experiment = planned(request)
     (experiment.folder / "report.md").write_text("the report of the first")
-    with folders.work_on(experiment.folder / "linear-seed0"), pytest.raises(LabError, match="another process trains"):
+    with folders.only_command(experiment.folder), pytest.raises(LabError, match="another command trains the runs in "):
         study.run(request)
     assert (experiment.folder / "report.md").read_text() == "the report of the first"
 
@@ -516,11 +516,11 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     stage = Stage(".", {"device": "cuda"})
-    runs = {"one": RunPlan("train.py" if gpus else "lab", [stage], gpus=gpus)}
+    runs = {"one": Variant([stage], "train.py" if gpus else "lab", gpus=gpus)}
     assert launcher._slots(runs, parallel) == [{"CUDA_VISIBLE_DEVICES": slot} for slot in slots]
     with pytest.raises(LabError, match="needs 3 GPUs per node and 1 node, but this machine is one node with 2 GPUs"):
-        launcher._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
-    named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
+        launcher._slots({"one": Variant([stage], "train.py", gpus=3)}, 1)
+    named = {"one": Variant([Stage(".", {"device": "cuda:1"})])}
     assert launcher._slots(named, 2) == [{}, {}]
 
 
@@ -624,4 +624,4 @@ def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=none))
     with pytest.raises(LabError, match="--launcher slurm needs Slurm, but sbatch is missing"):
-        slurm.Slurm().submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})
+        slurm.Slurm().submit(tmp_path, {"a": Variant([Stage(".", {}, stop_epoch=1)])})

@@ -10,13 +10,13 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study, value_text
-from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
-from timm_ortho.lab.planning import design, identity, plan
+from timm_ortho.lab.folder import Stage, Variant, read_yaml
+from timm_ortho.lab.planning import design, identity, plan, study_file
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
 from timm_ortho.lab.train_options import defaults
 
-NAMES = sorted(design.shipped())
+NAMES = sorted(study_file.shipped())
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 
 
@@ -28,7 +28,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     places = plan.read(tmp_path / "out")["places"]
     assert [(place["cell"], place["connection"], place["seed"]) for place in places] == wanted
     assert list(found.runs) == [f"lr={cell['lr']}-{name}-seed{seed}" for seed in (7, 2) for cell, name in cells]
-    run = RunPlan.read(tmp_path / "out" / "lr=0.01-feature-seed7")
+    run = Variant.read(tmp_path / "out" / "lr=0.01-feature-seed7")
     assert (run.trainer, run.record, run.representation, run.epochs, run.switch_epoch) == ("lab", 2, True, 2, None)
     options = run.stages[0].options
     assert (options["lr"], options["seed"], options["num_classes"], options["in_chans"]) == (1e-2, 7, 10, 1)
@@ -268,7 +268,7 @@ def test_the_number_of_workers_is_a_setting(tmp_path):
         planned(compared(out, ["feature"], workers=2))  # the partner of the planned run
     with pytest.raises(LabError, match=wanted):
         planned(compared(out, ["linear"], workers=2))
-    assert read_yaml(folder / "args.yaml")["workers"] == RunPlan.read(folder).stages[0].options["workers"] == 0
+    assert read_yaml(folder / "args.yaml")["workers"] == Variant.read(folder).stages[0].options["workers"] == 0
 
 
 def test_the_files_of_a_finished_run_are_kept(tmp_path):
@@ -364,13 +364,14 @@ def test_foreign_folders_are_refused(tmp_path):
         plan.read(damaged)
 
 
-def test_a_run_without_a_whole_plan_is_refused_and_kept(tmp_path, capsys):
+def test_a_run_without_a_whole_plan_is_refused_and_kept(tmp_path):
     """The plan is missing in a folder of an earlier version, or incomplete in a copy."""
     folder = one_run(tmp_path / "out", "linear")
     whole = (folder / "run.json").read_text()
     for text, reason in ((None, "has no run.json, so this version"), (whole[:100], r"cannot be read \(Unterminated"),
                          ("[1]", r"cannot be read \(it is \[1\]\): copy it again, or remove ")):
         (folder / "run.json").unlink() if text is None else (folder / "run.json").write_text(text)
+        (folder.parent / ".lock").touch()
         before = contents(folder.parent)
         for command in (lambda: planned(compared(tmp_path / "out", ["linear"])),
                         lambda: study.run(compared(tmp_path / "out", ["linear"])),

@@ -19,7 +19,6 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.convert import bases_with_variants
 from timm_ortho.lab import LabError, paper
 from timm_ortho.lab.paper import recipes
 from timm_ortho.lab.planning import recipe

@@ -8,7 +8,7 @@ from helpers.made_up_runs import GRIDS, accuracy, run_of, runs_of, study_of, tra
 from helpers.reports import again, lines_of, parsed, results, tables_of, texts, write
 
 from timm_ortho.lab.commands import comparison
-from timm_ortho.lab.planning import design
+from timm_ortho.lab.planning import study_file
 from timm_ortho.lab.reporting import page, report
 from timm_ortho.lab.reporting.page import Table
 
@@ -25,7 +25,7 @@ def written(request, tmp_path_factory):
 
 
 def test_every_shipped_study_is_tested():
-    layouts = {name: design.read(name).get("report") for name in design.shipped()}
+    layouts = {name: study_file.read(name).get("report") for name in study_file.shipped()}
     tested = [layouts[name] for name in GRIDS.keys() - {"compare"}]
     untested = [name for name, keys in layouts.items() if keys and keys not in tested]
     assert not untested, "add these studies to GRIDS in helpers/made_up_runs.py"

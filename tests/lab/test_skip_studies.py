@@ -8,7 +8,7 @@ from helpers.tiny_study import in_this_process
 
 from timm_ortho import cli, sites
 from timm_ortho.lab import paper
-from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.planning import design, recipe, study_file
 from timm_ortho.lab.reporting import report
 
 NUMBERS = paper.numbers()
@@ -67,7 +67,7 @@ def test_scale_paper_has_the_cells_with_numbers_of_the_data_set(data):
     assert not left_out or left_out[0] == f"Table 2 of Wang et al. (2017) has no depth 32, skip identity on {data}"
 
 
-@pytest.mark.parametrize("scale", design.SCALES)
+@pytest.mark.parametrize("scale", study_file.SCALES)
 def test_ranks_equal_the_values_of_the_axis(scale):
     data = "cifar10" if scale == "paper" else "digits"
     for variant in design.load("skip_rank", scale).variants({"dataset": data, "device": "cpu"}):

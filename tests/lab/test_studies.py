@@ -1,9 +1,7 @@
 """lab/studies: every shipped study loads, expands to runs, and builds its models."""
-import io
 import json
 import re
 from argparse import Namespace
-from contextlib import redirect_stdout
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -14,25 +12,25 @@ import torch
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.planning import design, model_check, plan
+from timm_ortho.lab.planning import design, model_check, plan, study_file
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.reporting import layout, report
 from timm_ortho.lab.running import loop as train
 
 GUIDE = Path(timm_ortho.__file__).parents[1] / "docs" / "your_own_data.md"
-NAMES = sorted(design.shipped())
+NAMES = sorted(study_file.shipped())
 
 
 def header(name):
     """Return the comment at the top of a study's file, on one line."""
-    lines = takewhile(lambda line: line.startswith("#"), design.shipped()[name].read_text().splitlines())
+    lines = takewhile(lambda line: line.startswith("#"), study_file.shipped()[name].read_text().splitlines())
     return " ".join(" ".join(line.lstrip("#") for line in lines).split())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_follows_the_rules(name):
     """Check the rules in the docstring of `planning/design.py`."""
-    file, values = design.shipped()[name], design.read(name)
+    file, values = study_file.shipped()[name], study_file.read(name)
     for scale in ("smoke", "small", *values.get("scales", ())):
         design.load(name, scale)  # its error names a missing scale or title
     assert values["title"].endswith("?"), f"{file}: title must be a question that ends in '?'"
@@ -46,17 +44,17 @@ def test_a_study_follows_the_rules(name):
             f"{file}: remove paper from scales, because train.py cannot hold images out (hold_out)")
 
 
-@pytest.mark.parametrize(
-    "scale", [scale if scale == "smoke" else pytest.param(scale, marks=pytest.mark.slow) for scale in design.SCALES])
+@pytest.mark.parametrize("scale", [
+    scale if scale == "smoke" else pytest.param(scale, marks=pytest.mark.slow) for scale in study_file.SCALES])
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
     """Build each architecture with each connection on the meta device."""
-    if not design.has_scale(name, scale):
+    if scale not in study_file.read(name)["scales"]:
         pytest.skip(f"study {name} has no scale {scale}")
     found = design.load(name, scale)
     data = found.paper_data[0] if scale == "paper" and found.paper_data else "digits"
     variants = found.variants({"dataset": data, "device": "cpu"})
-    assert len({variant.name(0) for variant in variants}) == len(variants)
+    assert len({variant.name for variant in variants}) == len(variants)
     built = set()
     for variant in variants:
         kwargs = json.dumps(variant.options.model_kwargs)
@@ -83,27 +81,24 @@ def takes_img_size(name):
     return model_check._takes_img_size(timm.create_model(name))
 
 
-@pytest.fixture(scope="module")
-def listed():
-    """Return two columns of `timm-ortho study list` by study: the paper's table, and the numbers of runs by scale."""
-    with redirect_stdout(io.StringIO()) as printed:
-        assert cli.main(["study", "list"]) == 0
-    rows = [re.split("  +", line) for line in printed.getvalue().splitlines()[1:]]
-    return {row[0]: row[1:3] for row in rows}
-
-
-def test_list_of_studies(listed):
+def test_list_of_studies(capsys):
+    assert cli.main(["study", "list"]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
+    listed = {row[0]: row[1:3] for row in rows}
     assert list(listed) == NAMES
     assert listed["layer_pattern"][0] == "Table 4"
     assert listed["families"] == ["-", "9, 63, 105"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_of_runs_in_the_list_and_in_headers_agree(name, listed):
-    numbers = dict(zip(design.SCALES, listed[name][1].split(", "), strict=True))
-    texts = [f"Scale {scale}: {number} runs" for scale, number in numbers.items() if number != "-"]
-    missing = [text for text in texts if text not in header(name)]
-    assert not missing, f"{design.shipped()[name]}: write '{missing[0]} ...' into the comment at the top"
+def test_headers_have_the_numbers_of_runs(name):
+    """`timm-ortho study list` reads them there. Runs with equal settings are counted once."""
+    for scale in study_file.read(name)["scales"]:
+        found = design.load(name, scale)
+        options = {"dataset": found.paper_data[0]} if scale == "paper" and found.paper_data else {}
+        runs = plan.points_of(Request(found, options), found.variants(options), range(found.seeds))[1]
+        text = f"Scale {scale}: {len(runs)} runs"
+        assert text in header(name), f"{study_file.shipped()[name]}: write '{text} ...' into the comment at the top"
 
 
 def test_branches_with_the_orthogonal_connection():
@@ -117,7 +112,7 @@ def test_branches_with_the_orthogonal_connection():
 
 def test_runs_of_a_family_differ_only_in_the_connection():
     """Check all scales. At scale small, also check that the models have fewer than 300,000 parameters."""
-    for scale in design.SCALES:
+    for scale in study_file.SCALES:
         variants = design.load("families", scale).variants({"dataset": "digits", "device": "cpu"})
         families = {variant.cell["family"] for variant in variants}
         assert len(families) == (3 if scale == "smoke" else 7)

@@ -9,7 +9,7 @@ from helpers.tiny_study import SMALL, TIMED, only_run, planned, request, state, 
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
-from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.folder import Variant, read_yaml
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import launcher, run, timm_script as train_py
@@ -36,7 +36,7 @@ def switched(folder, output, optimizer, **options):
 
 def by_its_script(folder):
     """Train a run with the script that its plan names."""
-    return run.run(folder, train_py=RunPlan.read(folder).trainer)
+    return run.run(folder, train_py=Variant.read(folder).trainer)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
     assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
         "linear", "feature"]
     assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
-    assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
+    assert [row["epoch"] for row in folders.history(folder, Variant.read(folder))] == [0, 1]
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_switch_reinitialised(tmp_path):
     assert epochs_seen(folder) == (1, 1, 1)
     assert epochs_seen(folder / "switched") == (2, 1, 1)
     assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
-    assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
+    assert [row["epoch"] for row in folders.history(folder, Variant.read(folder))] == [0, 1]
 
 
 def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_commands_of_the_stages(tmp_path, stopping):
         return options
 
     folder = only_run(switched(tmp_path, tmp_path / "kept", "kept", epochs=4, train_py=stopping))
-    one, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    one, first, second = Variant.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
     assert words(0) == {"--stop-epoch": "2"}
     assert words(1) == {"--resume": first}
     Path(first).touch()
@@ -259,7 +259,7 @@ def test_commands_of_the_stages(tmp_path, stopping):
     Path(second).touch()
     assert words(1) == {"--resume": second}
     folder = only_run(switched(tmp_path, tmp_path / "again", "reinitialised", epochs=4, train_py=stopping))
-    one, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    one, first, second = Variant.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
     assert (words(0), words(1)) == ({}, {"--initial-checkpoint": first})
     Path(second).touch()
     assert words(1) == {"--initial-checkpoint": first, "--resume": second}
@@ -278,13 +278,15 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
     processes = max(1, gpus) * nodes
     assert f"linear-seed0: 64 images per update = {processes} processes x {steps} accumulated x {each}\n" in printed
     launcher = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
-                (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
+                (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank $SLURM_NODEID --master-addr "
+                        '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)" --master-port 29500 '
                         "--nproc-per-node 4 "}[gpus, nodes]
+    assert ("in a job of sbatch --nodes 2 --ntasks-per-node 1 --gpus-per-node 4, by srun" in printed) == (nodes == 2)
     assert f"    {sys.executable} {launcher}{STAND_IN} -c {tmp_path / 'out' / 'linear-seed0' / 'args.yaml'} " in printed
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert (args["batch_size"], args["device"]) == (each, "cuda" if gpus else args["device"])
-    assert RunPlan.read(tmp_path / "out" / "linear-seed0").whole_batch(
-        RunPlan.read(tmp_path / "out" / "linear-seed0").stages[0]) == 64
+    assert (args["amp"], args["amp_dtype"]) == ((True, "bfloat16") if args["device"] == "cuda" else (False, "bfloat16"))
+    assert Variant.read(tmp_path / "out" / "linear-seed0").whole_batch == 64
 
 
 @pytest.mark.parametrize(("script", "data"), [(None, {}), (STAND_IN, DATA)], ids=["lab", "train.py"])
@@ -292,8 +294,8 @@ def test_the_batch_of_a_study_does_not_depend_on_the_trainer(tmp_path, script, d
     """A study's batch_size is the number of images per update. The options of a run have the images per step."""
     folder = only_run(request(written(tmp_path, grid={}), tmp_path / "out", train_py=script,
                               only=[("connection", "feature")], batch_size=16, grad_accum_steps=2, **data))
-    one = RunPlan.read(folder)
-    assert (one.stages[0].options["batch_size"], one.whole_batch(one.stages[0])) == (8, 16)
+    one = Variant.read(folder)
+    assert (one.stages[0].options["batch_size"], one.whole_batch) == (8, 16)
 
 
 def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):

@@ -32,7 +32,7 @@ from helpers.tiny_study import (
 from PIL import Image
 
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
-from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
+from timm_ortho.lab.folder import Variant, read_lines, read_yaml
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, known_options
@@ -242,7 +242,7 @@ def test_a_switch_replaces_only_the_connections(switches):
             "global", "feature"]
         result = result_of(folder)
         assert (result["connection"], result["switch_epoch"]) == ("feature", 4 if optimizer == "reinitialised" else 2)
-        planned_run = RunPlan.read(folder)
+        planned_run = Variant.read(folder)
         stage = planned_run.stages[1]
         options = run._options(planned_run, stage, folder)
         one = train.Training(planned_run, stage, folder, data.open_source(options), options)

@@ -12,7 +12,7 @@ import yaml
 import timm_ortho
 from timm_ortho import cli
 from timm_ortho.convert import variant_arguments
-from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.planning import recipe, study_file
 from timm_ortho.lab.train_options import known_options
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def test_commands_are_parsed(path):
         if arguments and arguments[0] != "run" and "--help" not in arguments:
             parsed = vars(parser.parse_args(arguments))
             if arguments[:2] in (["study", "run"], ["study", "plan"]):
-                assert parsed["name"] in design.shipped(), command
+                assert parsed["name"] in study_file.shipped(), command
         for name in re.findall(r"(?:timm-ortho recipe|--recipe) ([a-z]\w+)(?![\w.])", command):
             assert name in recipe.shipped(), command
         if re.search(r"(^|\s)train\.py ", command):

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.evidence import HYPOTHESES
 from timm_ortho.lab import paper
-from timm_ortho.lab.planning.design import shipped
+from timm_ortho.lab.planning.study_file import shipped
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evidence.md")

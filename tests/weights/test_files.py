@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from timm.data.readers.reader_image_in_tar import extract_tarinfos
 
 import timm_ortho
-from timm_ortho import cli, hub
+from timm_ortho import cli, connections, hub
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError
 from timm_ortho.lab.data import check_shards
-from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
@@ -371,9 +371,12 @@ def test_timm_refuses_an_index_of_a_tar_file_that_calls_functions(tmp_path):
 def module(tmp_path, monkeypatch):
     """Return a file that a module writes when it is imported. The module is in the import path."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "evil_module.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    (tmp_path / "evil_module.py").write_text(
+        "from pathlib import Path\nimport timm_ortho\nPath(__file__).with_suffix('.ran').touch()\n"
+        "timm_ortho.register_connection('evil', type('Evil', (timm_ortho.FeatureConnection,), {}))\n")
     yield tmp_path / "evil_module.ran"
     sys.modules.pop("evil_module", None)
+    connections.CONNECTIONS.pop("evil", None)
 
 
 NAMES = "names the module 'evil_module', whose code would run: if you trust it, name it too (--device-modules evil_mod"
@@ -382,8 +385,12 @@ NAMES = "names the module 'evil_module', whose code would run: if you trust it, 
 @pytest.mark.parametrize("command", [
     ["show", "{}/run"], ["push", "{}/run", "me/model", "--dry-run", "--output", "{}/o"]])
 def test_modules_of_a_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys, command):
+    """A module that the model does not need is not imported."""
     timm_run(tmp_path / "run", device_modules=["timm_ortho", "evil_module"])
     command = [word.format(tmp_path) for word in command]
+    assert cli.main(command) == 0
+    assert not module.exists()
+    change(tmp_path / "run" / "args.yaml", model_kwargs={"connection": "evil"})
     assert cli.main(command) == 2
     assert f"option 'device_modules' of {tmp_path / 'run'} {NAMES}" in capsys.readouterr().err
     assert not module.exists()
@@ -398,6 +405,7 @@ def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
     timm_run(tmp_path / "run", device_modules="timm_ortho")
     assert cli.main(["show", str(tmp_path / "run")]) == 0
     timm_run(tmp_path / "other", device_modules="evil_module")
+    change(tmp_path / "other" / "args.yaml", model_kwargs={"connection": "evil"})
     assert cli.main(["show", str(tmp_path / "other")]) == 2
     assert NAMES in capsys.readouterr().err
 
@@ -424,10 +432,10 @@ def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, 
 
 
 def test_the_process_of_a_run_is_told_which_downloads_the_user_has_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("timm_ortho.lab.planning.plan.check", lambda request, variants: (None, [], []))
+    monkeypatch.setattr("timm_ortho.lab.planning.plan.check", lambda request, variants: (variants, None, [], 0))
     named = dict(dataset="hfds/x", dataset_download=True, num_classes=10)
     folder = one_run(tmp_path / "out", **named)
-    words = launcher.words_of([RunPlan.read(folder)])
+    words = launcher.words_of([Variant.read(folder)])
     assert words == ["--dataset", "hfds/x", "--dataset-download"]
     monkeypatch.setattr(run, "_train", lambda plan, folder: {"seed": 0})
     assert run.main([str(folder), *words]) == 0

@@ -114,12 +114,12 @@ def whole_file(path: Path, writer: str = "") -> Iterator[BinaryIO]:
         os.replace(partial, path)
 
 
-def refuse_links(*folders: Path) -> None:
-    """Raise a LabError if a folder is a symbolic link or contains one.
+def refuse_links(*folders: Path, inside: bool = True) -> None:
+    """Raise a LabError if a folder is a symbolic link or, if `inside` is true, contains one.
 
     Another person may have made the folder. Writing through its links would change files elsewhere.
     """
-    for path in (path for folder in folders for path in (folder, *folder.rglob("*"))):
+    for path in (path for folder in folders for path in (folder, *(folder.rglob("*") if inside else ()))):
         if path.is_symlink():
             raise LabError(f"{path} is a link, and nothing is written through links: replace it by what it links to")
 

@@ -3,30 +3,33 @@ import json
 import shlex
 import sys
 import webbrowser
-from argparse import Namespace
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from .._text import aligned
 from . import LabError, refuse_links
-from .folder import RunPlan, is_at_work, read_as, work_on
-from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
-from .planning.plan import STUDY, StudyPlan, plan, points_of, read
+from .folder import Variant, only_command, read_as
+from .planning.design import COMPARISON, Design, load
+from .planning.plan import STUDY, StudyPlan, plan, read
 from .planning.request import Request
 from .reporting import card_file, report
 from .reporting.collect import collect, status
 from .reporting.report import Part
 from .running import launcher
-from .running.loop import build_model
 from .running.slurm import Slurm
 from .running.timm_script import command as train_command
 
-_SMALL = 1_000_000  # a model with fewer parameters trains with one thread, see _threads_for
+# `compare` trains a model with fewer parameters with one thread. A second thread hardly speeds up a small model. If all
+# cores are busy, the threads wait for each other: on two busy cores, the training of a vit_small of width 64 took eight
+# times as long with two threads as with one.
+_SMALL = 1_000_000
+
+# Options of torchrun in a job of Slurm. The first node is the master.
+_OF_NODE = '--node-rank $SLURM_NODEID --master-addr "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"'
 
 __all__ = [
-    "Request", "Slurm", "comparison", "listing", "load", "make_plan", "report_on", "run", "status",
+    "Request", "Slurm", "comparison", "load", "make_plan", "report_on", "run", "status",
 ]
 
 
@@ -47,26 +50,10 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
         report={"measures": ["top1"]})
 
 
-def listing() -> str:
-    """Return a line for each study: its name, the paper's table, the number of runs at each scale, and its question."""
-    rows = [("name", "paper", "runs: " + ", ".join(SCALES), "question")]
-    for name in shipped():
-        designs = {scale: load(name, scale) for scale in SCALES if has_scale(name, scale)}
-        counts = ", ".join(run_count(designs[scale]) if scale in designs else "-" for scale in SCALES)
-        first = next(iter(designs.values()))
-        rows.append((name, first.paper or "-", counts, first.title))
-    return "\n".join(aligned(rows))
-
-
-def run_count(design: Design) -> str:
-    """Return the number of runs of a study as text. Runs with equal settings are counted once."""
-    options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
-    return str(len(points_of(Request(design, options), design.variants(options), range(design.seeds))[1]))
-
-
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
     """Plan a study, write its folders, and print the commands of its runs. For Slurm, write sbatch's script, too."""
     planned = _planned(request)
+    planned.write()
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
     print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
@@ -76,21 +63,26 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 
 def _planned(request: Request) -> StudyPlan:
+    """Plan a study without writing files."""
     planned = plan(request)
     report.layout_of(planned.study)  # checks the layout of the report before the first run
-    refuse_links(planned.folder / ".slurm")  # submitit writes there; `write` checks the folders of the runs
-    planned.write()
+    # submitit writes there, and makes links; `write` checks the folders of the runs
+    refuse_links(planned.folder / ".slurm", inside=False)
     return planned
 
 
-def _commands_of(folder: Path, run_plan: RunPlan) -> str:
+def _commands_of(folder: Path, run_plan: Variant) -> str:
     """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
     if run_plan.script is None:
         return f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([run_plan])])}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
-    stage = run_plan.stages[0]
-    return (f"{run_plan.whole_batch(stage)} images per update = {run_plan.processes} processes x "
-            f"{max(1, stage.options['grad_accum_steps'])} accumulated x {stage.options['batch_size']}\n    {commands}")
+    if run_plan.nodes > 1:
+        commands = commands.replace("--node-rank 0 --master-addr localhost", _OF_NODE)
+        commands = (f"in a job of sbatch --nodes {run_plan.nodes} --ntasks-per-node 1 --gpus-per-node {run_plan.gpus}, "
+                    f"by srun:\n    {commands}")
+    options = run_plan.options
+    return (f"{run_plan.whole_batch} images per update = {run_plan.processes} processes x "
+            f"{max(1, options.grad_accum_steps)} accumulated x {options.batch_size}\n    {commands}")
 
 
 def run(
@@ -121,22 +113,25 @@ def run(
         if value is not None and value < 1:
             raise LabError(f"{option} must be at least 1, got {value}")
     planned = _planned(request)
-    for line in planned.left_out:
-        print(f"timm-ortho: left out: {line}", file=sys.stderr)
-    if threads is None and request.design.is_comparison:
-        threads = _threads_for(next(iter(planned.runs.values())))
-    for folder in (planned.folder / name for name in planned.runs):
-        if slurm is None and is_at_work(folder):
-            with work_on(folder):  # raises an error before another process's report is overwritten
-                pass
-    print("\n".join(_opening(planned)), file=sys.stderr)
-    if slurm is not None:
-        print(f"{slurm.submit(planned.folder, planned.runs)}: timm-ortho study status {planned.folder} shows their "
-              f"state, timm-ortho study report {planned.folder} reports them")
-        return 0
+    with only_command(planned.folder):
+        planned.write()
+        for line in planned.left_out:
+            print(f"timm-ortho: left out: {line}", file=sys.stderr)
+        print("\n".join(_opening(planned)), file=sys.stderr)
+        if slurm is not None:
+            print(f"{slurm.submit(planned.folder, planned.runs)}: timm-ortho study status {planned.folder} shows their "
+                  f"state, timm-ortho study report {planned.folder} reports them")
+            return 0
+        if threads is None and request.design.is_comparison and planned.parameters >= _SMALL:
+            threads = torch.get_num_threads()
+        return _trained(planned, parallel, threads or 1, opened)
+
+
+def _trained(planned: StudyPlan, parallel: int, threads: int, opened: bool) -> int:
+    """Train the runs on this machine, print the report, and return the exit status. See `run`."""
     try:
         with launcher.sigterm_as_ctrl_c():
-            failed = launcher.local(planned.folder, planned.runs, parallel, threads or 1)
+            failed = launcher.local(planned.folder, planned.runs, parallel, threads)
     except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
         print("interrupted: the same command continues from here", file=sys.stderr)
@@ -156,17 +151,6 @@ def _opening(planned: StudyPlan) -> list[str]:
             f"connections: {', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
             f"{' or '.join(map(str, epochs))}")
     return [runs, *filter(None, [" ".join(report.of_data(report.layout_of(study)))])]
-
-
-def _threads_for(run_plan: RunPlan) -> int:
-    """Return the number of CPU threads for a run: 1 for a small model, otherwise PyTorch's default.
-
-    A second thread hardly speeds up a small model. If all cores are busy, the threads wait for each other: on
-    two busy cores, the training of a vit_small of width 64 took eight times as long with two threads as with one.
-    """
-    options = Namespace(**run_plan.stages[0].options)
-    model = build_model(options, options.num_classes or 1000, options.in_chans or 3)
-    return 1 if sum(parameter.numel() for parameter in model.parameters()) < _SMALL else torch.get_num_threads()
 
 
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:

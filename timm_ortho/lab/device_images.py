@@ -79,8 +79,8 @@ def stored_size(first: Sequence[int], size: Sequence[int]) -> tuple[int, int]:
 
 def free_memory(device: torch.device) -> Optional[int]:
     """Return the free memory of a device in bytes, None if it is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":  # without a GPU, the run is planned for another machine
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -10,21 +10,22 @@ The lab's loop measures `probe.jsonl` on one validation batch, before training a
 import json
 from argparse import Namespace
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import without_nan
+from .._text import file_name, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import LOG, OPTIONS, RUN, RunFile, json_lines, read_history, read_options, read_run
 from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
 _OF_STAGE = ("folder", "begins_with", "stop_epoch")
-_OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
+OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,48 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """The plan of a run: its stages, its trainer, and its numbers of GPUs and nodes."""
+class Variant:
+    """One cell of a study with one connection and one seed: the plan of a run.
 
-    trainer: str  # `lab` for the lab's own loop, or the path of timm's `train.py`
+    It has two stages if its connection changes during training. `expand` of a study makes variants of one seed.
+    """
+
     stages: Sequence[Stage]
+    trainer: str = "lab"  # `lab` for the lab's own loop, or the path of timm's `train.py`
     record: Optional[int] = None  # steps between two records (:func:`timm_ortho.record`); None for no records
     representation: bool = False  # whether to measure the features of the validation images after training
     hold_out: int = 0  # number of training images to validate on; 0 to use the validation split
     gpus: int = 0  # GPUs per node, each with a process of `train.py`; 0: one process per node, on the option `device`
     nodes: int = 1
+    cell: Mapping[str, Any] = field(default_factory=dict)  # axis -> value; empty if the plan was read from a folder
+    recipe: str = ""  # name or file of the recipe; empty if the plan was read from a folder
+
+    @property
+    def options(self) -> Namespace:
+        """A copy of timm's options of the first stage."""
+        return Namespace(**self.stages[0].options)
+
+    @property
+    def connection(self) -> str:
+        """The connection at the end of training."""
+        return self.stages[-1].connection
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder: `lr=0.001-linear-seed0`."""
+        cell = [f"{axis}={label}" for axis, label in self.cell.items()]
+        return file_name("-".join([*cell, self.connection, f"seed{self.options.seed}"]))
+
+    def with_options(self, model_kwargs: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> "Variant":
+        """Return a variant with other options in all stages. `model_kwargs` are added to those of each stage."""
+        stages = [replace(stage, options={**stage.options, **options, "model_kwargs": {
+            **stage.options["model_kwargs"], **model_kwargs}}) for stage in self.stages]
+        return replace(self, stages=stages)
+
+    def without(self, names: Iterable[str]) -> "Variant":
+        """Return a variant without some options."""
+        return replace(self, stages=[replace(stage, options={
+            key: value for key, value in stage.options.items() if key not in names}) for stage in self.stages])
 
     @property
     def script(self) -> Optional[str]:
@@ -98,15 +131,13 @@ class RunPlan:
         """The number of processes of `train.py` on all nodes."""
         return max(1, self.gpus) * self.nodes
 
-    def whole_batch(self, stage: Stage) -> int:
-        """Return the number of images in one update of the weights, over all processes and accumulated steps.
+    @property
+    def whole_batch(self) -> int:
+        """The number of images in one update of the weights, for a variant that comes from `with_divided_batch`."""
+        return self.options.batch_size * max(1, self.options.grad_accum_steps) * self.processes
 
-        The plan must come from `with_divided_batch`.
-        """
-        return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
-
-    def with_divided_batch(self) -> "RunPlan":
-        """Return a plan in which `batch_size` is divided among the processes and accumulated steps.
+    def with_divided_batch(self) -> "Variant":
+        """Return a variant in which `batch_size` is divided among the processes and accumulated steps.
 
         Before the division, `batch_size` is the number of images in one update of the weights. After it, `batch_size`
         is the number of images of one process in one accumulated step, as both trainers expect.
@@ -114,14 +145,11 @@ class RunPlan:
         Raises:
             LabError: `batch_size` is not divisible.
         """
-        processes, stages = self.processes, []
-        for stage in self.stages:
-            whole, steps = stage.options["batch_size"], max(1, stage.options["grad_accum_steps"])
-            if whole % (processes * steps):
-                raise LabError(f"batch_size {whole} is not divisible by {processes * steps} ({processes} processes x "
-                               f"grad_accum_steps {steps}): change one of them")
-            stages.append(replace(stage, options={**stage.options, "batch_size": whole // (processes * steps)}))
-        return replace(self, stages=stages)
+        processes, whole, steps = self.processes, self.options.batch_size, max(1, self.options.grad_accum_steps)
+        if whole % (processes * steps):
+            raise LabError(f"batch_size {whole} is not divisible by {processes * steps} ({processes} processes x "
+                           f"grad_accum_steps {steps}): change one of them")
+        return self.with_options(batch_size=whole // (processes * steps))
 
     def offset(self, stage: Stage) -> int:
         """Return the number that is added to an epoch of the stage to get the epoch of the run."""
@@ -132,7 +160,7 @@ class RunPlan:
         refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
         stages = [{key: getattr(stage, key) for key in _OF_STAGE} for stage in self.stages]
-        plan = {**{key: getattr(self, key) for key in _OF_PLAN}, "stages": stages}
+        plan = {**{key: getattr(self, key) for key in OF_PLAN}, "stages": stages}
         save(folder, replace(read_run(folder) or RunFile(plan), plan=plan))
         self.write_options(folder)
 
@@ -143,7 +171,7 @@ class RunPlan:
             write_text(folder / stage.folder / OPTIONS, dump_yaml(stage.options))
 
     @classmethod
-    def read(cls, folder: Path) -> "RunPlan":
+    def read(cls, folder: Path) -> "Variant":
         """Read a plan from `run.json` and the `args.yaml` of each stage."""
         values = dict(record(folder).plan)
         stages = []
@@ -194,7 +222,7 @@ def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs agai
     return read_as(path, load_written_yaml, advice)
 
 
-def history(folder: Path, plan: RunPlan) -> list[dict]:
+def history(folder: Path, plan: Variant) -> list[dict]:
     """Return the rows of `summary.csv` of all stages, with the epoch counted from the beginning of the run.
 
     Of several rows for the same epoch, only the last is returned.
@@ -235,24 +263,45 @@ def work_on(folder: Path, wait: float = 5) -> Iterator[None]:
         LabError: Another process trains the run.
     """
     refuse_links(folder)
+    with _lock(folder, wait) as free:
+        if not free:
+            last = record(folder).last_session
+            raise LabError(f"another process trains {folder} (process {last.get('pid', '?')} on host "
+                           f"{last.get('host', '?')}): wait for it, or stop it")
+        yield
+
+
+@contextmanager
+def only_command(root: Path) -> Iterator[None]:
+    """Lock the output folder of a study while a command trains its runs. It is created if needed.
+
+    Raises:
+        LabError: Another command trains the runs.
+    """
+    refuse_links(root / ".lock", inside=False)
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(root, 0) as free:
+        if not free:
+            raise LabError(f"another command trains the runs in {root}: wait for it, or stop it; timm-ortho study "
+                           f"status {root} shows how far it is")
+        yield
+
+
+@contextmanager
+def _lock(folder: Path, wait: float) -> Iterator[bool]:
+    """Lock a folder within the context. The value is False if another process has the lock."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=wait)
     except Timeout:
-        raise LabError(trained_by(folder)) from None
+        yield False
+        return
     except NotImplementedError:  # a file system without locks
         pass
     try:
-        yield
+        yield True
     finally:
         lock.release()
-
-
-def trained_by(folder: Path) -> str:
-    """Return the message that another process trains a run."""
-    last = record(folder).last_session
-    return (f"another process trains {folder} (process {last.get('pid', '?')} on host {last.get('host', '?')}): wait "
-            "for it, or stop it")
 
 
 def is_at_work(folder: Path) -> bool:
@@ -285,7 +334,7 @@ def state(folder: Path) -> tuple[str, str]:
     found = record(folder)
     if found.result is not None:
         return "finished", top1_text(found.result.get("top1"))
-    plan, session = RunPlan.read(folder), found.last_session
+    plan, session = Variant.read(folder), found.last_session
     rows = history(folder, plan)
     done = f"epoch {epochs_done(rows)} of {plan.epochs}"
     done += f", {top1_text(rows[-1].get('eval_top1'))}" if rows else ""

@@ -48,22 +48,22 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 * A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """
 import itertools
-from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import did_you_mean, file_name
+from ..._text import did_you_mean
 from ...connections import CONNECTIONS, create_connection
 from ...convert import accepts, variant_arguments
-from .. import LabError, check_names, read_user_yaml, shipped_files
+from ...run_folder import SWITCHED
+from .. import LabError, check_names
+from ..folder import Stage, Variant
 from ..paper import architecture, experiments, section, skip_recipe
 from ..train_options import known_options
 from . import recipe
+from .study_file import SCALES, merged, read
 
 COMPARISON = "compare"
-COST_STUDIES = ("overhead", "parameters", "gamma")  # tables of costs, see `lab.costs`
-SCALES = ("smoke", "small", "paper")
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 _KEYS = {
     **dict.fromkeys(("options", "grid", "baseline", "report"), dict), "representation": bool,
@@ -82,30 +82,6 @@ _SHARED = {
 # timm's names of the paper's data sets. The empty name is an image folder in --data-dir.
 _TIMM_NAMES = {
     "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One cell of the grid with one connection: a run without its seed."""
-
-    cell: Mapping[str, Any]  # axis -> value
-    connection: str  # the connection at the start of training
-    options: Namespace  # timm's options; `model_kwargs` contains the connection, and `seed` is from the recipe
-    recipe: str  # name or file of the recipe
-    switch_to: str = ""  # the connection of a second stage of the training; empty for one stage
-    # True: the second stage has a new optimizer, a new schedule and as many epochs as the first (paper, Table 3).
-    # False: the connection changes after half of the epochs, and training continues (paper, Table 10).
-    reinitialise: bool = False
-
-    @property
-    def final_connection(self) -> str:
-        """The connection at the end of training."""
-        return self.switch_to or self.connection
-
-    def name(self, seed: int) -> str:
-        """Return the name of the run with a seed: `lr=0.001-linear-seed0`."""
-        cell = [f"{axis}={label}" for axis, label in self.cell.items()]
-        return file_name("-".join([*cell, self.final_connection, f"seed{seed}"]))
 
 
 @dataclass(frozen=True)
@@ -179,7 +155,7 @@ class Design:
             cell = dict(zip(self.grid, labels, strict=True))
             changes = {"options": {}}
             for axis, label in cell.items():
-                changes = _merged(changes, self.grid[axis][label])
+                changes = merged(changes, self.grid[axis][label])
             data = str({**self.options, **requested}.get("dataset")).rpartition("/")[2]
             if self.scale == "paper" and data not in changes.get("paper_data", [data]):
                 left_out.append(f"{self.paper} has no {', '.join(f'{axis} {label}' for axis, label in cell.items())} "
@@ -193,12 +169,12 @@ class Design:
             except _NoRecipe as error:
                 left_out.append(str(error))
         self._check_arguments(
-            requested, {each for variant in variants for each in (variant.connection, variant.switch_to)})
+            requested, {stage.connection for variant in variants for stage in variant.stages})
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
             self, cell: Mapping, connection: str, changes: Mapping, requested: Mapping[str, Any]) -> Variant:
-        values = _merged(_merged(self.options, changes["options"]), requested)
+        values = merged(merged(self.options, changes["options"]), requested)
         model = changes.get("model", requested.get("model", self.model))
         if model:
             values["model"] = model
@@ -210,16 +186,15 @@ class Design:
         elif base == "paper":
             base = _paper_recipe(model, dataset)
         options = recipe.resolve_variant(values, base, f"study '{self.name}'")
-        switch = _switch(connection, changes.get("switch"))
-        options.model_kwargs = {**of_connection(options.model_kwargs, switch.get("switch_to", connection)),
-                                **of_connection(options.model_kwargs, connection)}
-        return Variant(cell, connection, options, base, **switch)
+        stages = list(_stages(vars(options), connection, _switch(connection, changes.get("switch"))))
+        of_study = {key: getattr(self, key) for key in ("record", "representation", "hold_out")}
+        return Variant(stages, cell=cell, recipe=base, **of_study)
 
     def _check_arguments(self, requested: Mapping[str, Any], connections: set[str]) -> None:
         """Raise a LabError for an argument that no connection accepts."""
         cells = (changes["options"] for values in self.grid.values() for changes in values.values())
         given = {name for options in (requested, self.options, *cells) for name in options.get("model_kwargs") or {}}
-        known = connections & CONNECTIONS.keys()  # `check_models` refuses unknown connections
+        known = connections & CONNECTIONS.keys()  # `model_check` refuses unknown connections
         for name in sorted(given) if known else ():
             if name.startswith("connection_") and not any(accepts(connection, name) for connection in known):
                 names = sorted({each for connection in known for each in variant_arguments(connection)})
@@ -238,11 +213,6 @@ class Design:
 
 
 # ------------------------------------------------------------------------------------------ reading a file
-def shipped() -> dict[str, Path]:
-    """Return the files of the studies in this package, by name."""
-    return shipped_files("studies")
-
-
 def load(name: str, scale: str) -> Design:
     """Read a study at one scale.
 
@@ -265,39 +235,6 @@ def load(name: str, scale: str) -> Design:
         raise LabError(f"study '{own_name}': {error}") from None
 
 
-def has_scale(name: str, scale: str) -> bool:
-    """Return whether the study with this name has this scale (`smoke`, `small` or `paper`)."""
-    return scale in read(name)["scales"]
-
-
-def read(name: str, extending: Sequence[Path] = ()) -> Any:
-    """Return the contents of a study's file, merged with the contents of the studies that it extends.
-
-    Args:
-        name: Name of a study of this package, or a YAML file.
-        extending: Files of the studies that extend this study, to detect a study that extends itself.
-    """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
-    if path is None or not path.is_file():
-        if name.endswith((".yaml", ".yml")) or "/" in name:
-            raise LabError(f"there is no file {name}: a study of your own is a YAML file, and timm-ortho study list "
-                           "has the names of the others")
-        if name in COST_STUDIES:
-            raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
-        raise LabError(f"there is no study '{name}'{did_you_mean(name, shipped())} (see timm-ortho study list)")
-    values = read_user_yaml(path, f"study '{path.stem}'")
-    if isinstance(values, dict) and "extends" in values:
-        base = str(values.pop("extends"))
-        if path.resolve() in extending:
-            raise LabError(f"study '{path.stem}' extends itself")
-        below = str(path.parent / base) if base.endswith((".yaml", ".yml")) else base
-        below = read(below, [*extending, path.resolve()])
-        if not isinstance(below, dict):
-            raise LabError(f"study '{base}', extended by study '{path.stem}', must be a mapping, not {below!r}")
-        values = _merged(below, values)
-    return values
-
-
 def _design(name: str, scale: str, values: Any) -> Design:
     values = {} if values is None else values  # an empty file
     _check_keys(values, {*_KEYS, "scales"}, "the file")
@@ -316,9 +253,9 @@ def _design(name: str, scale: str, values: Any) -> Design:
     grid = {axis: _axis(axis, entry) for axis, entry in (values.get("grid") or {}).items()}
     for axis, entry in (changes.get("grid") or {}).items():
         grid[axis] = _scaled_axis(axis, grid.get(axis, {}), entry)
-    options = _merged(values.get("options") or {}, changes.get("options") or {})
-    merged = {**values, **changes, "grid": grid, "options": options}
-    design = Design(name=name, scale=scale, **{key: value for key, value in merged.items() if value is not None})
+    options = merged(values.get("options") or {}, changes.get("options") or {})
+    keys = {**values, **changes, "grid": grid, "options": options}
+    design = Design(name=name, scale=scale, **{key: value for key, value in keys.items() if value is not None})
     _check(design)
     return design
 
@@ -338,7 +275,7 @@ def _scaled_axis(axis: str, whole: Mapping, entry: Any) -> dict:
     # search a list, because an unhashable label in a mapping raises a TypeError
     if isinstance(entry, list) and all(label in [*whole] for label in entry):
         return {label: whole[label] for label in entry}
-    return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, entry).items()}
+    return {label: merged(whole.get(label, {}), changes) for label, changes in _axis(axis, entry).items()}
 
 
 def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
@@ -354,7 +291,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         elif key in _CELL:
             changes[key] = value
         elif key in known_options():
-            changes["options"] = _merged(changes["options"], {key: value})
+            changes["options"] = merged(changes["options"], {key: value})
         else:
             owner, noun = f"{where}: a value has options, such as lr, or {', '.join(sorted(_CELL))}. It", "key"
             if key == axis:
@@ -391,25 +328,46 @@ def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -
 
 
 # ------------------------------------------------------------------------------------------------ variants
-def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the arguments `switch_to` and `reinitialise` of `Variant` for a value of `switch`.
+def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> tuple[str, bool]:
+    """Return the connection to switch to and whether the optimizer is reinitialised, for a value of `switch`.
 
-    Return {} for no switch, and for a switch to the same connection with the same optimizer.
+    Return an empty name for no switch, and for a switch to the same connection with the same optimizer.
     """
     if switch is None:
-        return {}
+        return "", False
     _check_keys(switch, {"to", "optimizer"}, "switch")
     if set(switch) != {"to", "optimizer"} or switch["optimizer"] not in ("kept", "reinitialised"):
         raise LabError("switch needs the keys 'to' (a connection) and 'optimizer' (kept or reinitialised)")
     again = switch["optimizer"] == "reinitialised"
     if switch["to"] == connection and not again:
-        return {}
+        return "", False
     learned = [name for name in (connection, switch["to"])
                if name in CONNECTIONS and [*create_connection(name).parameters()]]
     if learned and switch["to"] != connection:
         raise LabError(f"a run cannot switch to or from {learned[0]}, which has learned parameters: "
                        "choose connections without parameters")
-    return {"switch_to": switch["to"], "reinitialise": again}
+    return switch["to"], again
+
+
+def _stages(options: Mapping[str, Any], connection: str, switch: tuple[str, bool]) -> Iterator[Stage]:
+    """Yield the stages of a run. `options` has the arguments of all connections.
+
+    If the optimizer is reinitialised, the second stage has a new schedule, and as many epochs as the first (paper,
+    Table 3). Otherwise, the connection changes after half of the epochs, and training continues (paper, Table 10).
+    """
+    to, reinitialised = switch
+
+    def of(name: str) -> dict[str, Any]:
+        return {**options, "model_kwargs": of_connection(options["model_kwargs"], name)}
+
+    first = Stage(".", of(connection))
+    if to and not reinitialised:
+        first = replace(first, stop_epoch=first.scheduled_epochs // 2)
+        if not first.stop_epoch:
+            raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
+    yield first
+    if to:
+        yield Stage(SWITCHED, of(to), "weights" if reinitialised else "checkpoint")
 
 
 class _NoRecipe(LabError):
@@ -458,12 +416,3 @@ def has_effect(name: str, value: Any, connection: str) -> bool:
         return True
     known = variant_arguments(connection)
     return connection != "linear" and accepts(connection, name) and (name not in known or known[name] != value)
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two mappings merged recursively, with the values of `above` where both have a key."""
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged

@@ -11,26 +11,26 @@ from ..._yaml import dump_yaml, load_yaml
 from ...connections import CONNECTIONS
 from ...convert import base_name
 from .. import LabError
-from ..folder import OF_COMMAND, RunPlan, Stage
+from ..folder import OF_COMMAND, OF_PLAN, Stage, Variant
 from ..train_options import known_options, options_with
-from .design import Design, Variant, has_effect
+from .design import Design, has_effect
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine. `workers` is
 # not among them, because each worker of a loader draws its own random numbers for the augmentation.
 _MACHINE = options_with("about", "machine")
 
 
-def run_identity(run: RunPlan) -> dict:
+def run_identity(run: Variant) -> dict:
     """Return the settings that decide a run's result. Runs with equal settings have equal results."""
     def of_stage(stage: Stage) -> dict:
         unused = OF_COMMAND | ({"grad_accum_steps"} if stage.options["amp"] else {"grad_accum_steps", "amp_dtype"})
         options = {key: value for key, value in stage.options.items()
                    if key in known_options() and key not in _MACHINE | unused}  # a script may add its own options
-        return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch(stage)}}
+        return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch}}
 
-    values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
+    values = {**{key: getattr(run, key) for key in OF_PLAN if key not in ("gpus", "nodes")},
+              "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
               "trainer": run.trainer_name}  # without the path of train.py
-    del values["gpus"], values["nodes"]
     return json.loads(json.dumps(values))  # turns tuples into lists; YAML would be a hundred times slower
 
 

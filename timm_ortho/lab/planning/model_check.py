@@ -1,35 +1,109 @@
-"""Check the models of a study: build each one, and run it on blank images of its size."""
+"""Check the models of a study: build one model of each architecture, and run it on blank images of its size."""
 import inspect
+import json
 from argparse import Namespace
 from contextlib import contextmanager
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, Optional
 
 import torch
 from timm.layers import PatchEmbed
+from torch import nn
 
 from ..._images import data_config
 from ..._text import error_text
 from .. import LabError
+from ..folder import Variant
 from ..running.loop import build_model
-from .design import Variant, of_connection
 from .request import Request
 
-Size = tuple[list[int], str]  # height and width of the model's images, and where this size comes from
+_WITHOUT_WEIGHTS = {"pretrained": False, "initial_checkpoint": "", "seed": 0}
+_OF_ARCHITECTURE = (
+    "model", "num_classes", "in_chans", "img_size", "input_size", "gp", "drop", "drop_path", "drop_block",
+    "bn_momentum", "bn_eps", "pretrained", "pretrained_path", "initial_checkpoint")
 
 
-def check_models(request: Request, variant: Variant) -> Size:
-    """Check the model of a variant with its connections at the start and at the end of the training.
+class Models:
+    """The models of variants. Variants that differ only in connection and training share one model.
 
-    The image size is set in the variant's options.
+    Args:
+        weights: Whether to load the initial weights. timm's script may find them only on another machine.
+
+    Attributes:
+        model: The model of the last variant, with the connection of the first variant that shares it.
+        size: Height and width of its images.
     """
-    origin = _origin_of_size(request, variant)
-    for connection in dict.fromkeys((variant.connection, variant.final_connection)):
-        size = _check_model(variant.options, connection)
-    return size, origin
+
+    model: nn.Module
+    size: list[int]
+
+    def __init__(self, weights: bool) -> None:
+        self.without = {} if weights else _WITHOUT_WEIGHTS
+        self.key: Optional[str] = None
+        self.found: dict[str, Any] = {}
+
+    def checked(self, variant: Variant) -> Variant:
+        """Return the variant with the options that set the size of its images.
+
+        Raises:
+            LabError: The model cannot be built with one of its connections, or cannot process the images.
+        """
+        options = variant.options
+        arguments = {key: value for key, value in options.model_kwargs.items() if not key.startswith("connection")}
+        key = json.dumps([arguments, *(getattr(options, name) for name in _OF_ARCHITECTURE)], default=str)
+        with refused(f"{options.model} with connection '{variant.stages[0].connection}'"):
+            if key != self.key:
+                self.found = self._size(options)
+                sized = variant.with_options(**self.found).options
+                self.model = self._run(Namespace(**{**vars(sized), **self.without}))
+                self.key = key
+        variant = variant.with_options(**self.found)
+        for stage in variant.stages:
+            with refused(f"{options.model} with connection '{stage.connection}'"):
+                _on_meta(Namespace(**stage.options))
+        return variant
+
+    def _size(self, options: Namespace) -> dict[str, Any]:
+        """Return the options that give the model and its images the same size, and set `size`.
+
+        If the model's class has an argument `img_size`, it is among them, unless the model already has this size.
+        """
+        model, channels = _on_meta(options), options.in_chans or 3
+        found: dict[str, Any] = {}
+        if options.img_size is None and options.input_size is None:
+            size = options.model_kwargs.get("img_size")
+            if isinstance(size, (tuple, list)):  # train.py's --img-size is one number
+                found["input_size"] = [channels, *size]
+            else:
+                found["img_size"] = size
+        _, height, width = data_config(model, {**vars(options), **found}, channels)["input_size"]
+        sizes = [{**vars(options), **found}[key] for key in ("img_size", "input_size")]
+        if sizes == [None, None] and channels != 3:  # train.py assumes three channels
+            found["input_size"] = [channels, height, width]
+        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        other_size = own is None or (height, width) != tuple(own)
+        if other_size and _takes_img_size(model) and "img_size" not in options.model_kwargs:
+            found["model_kwargs"] = {"img_size": height if height == width else [height, width]}
+        self.size = [height, width]
+        return found
+
+    def _run(self, options: Namespace) -> nn.Module:
+        """Build a model, run it on two blank images, and return it."""
+        height, width = self.size
+        model = _build(options)
+        patches = getattr(model, "patch_embed", None)
+        if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad:
+            rows, columns = patches.patch_size
+            if height % rows or width % columns:  # timm cuts the rest off
+                raise LabError(f"images of {height} x {width} pixels are not whole numbers of patches of {rows} x "
+                               f"{columns}: set an image size or patch size that fits, such as --img-size "
+                               f"{max(1, height // rows) * rows}")
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, options.in_chans or 3, height, width))
+        return model
 
 
-def _origin_of_size(request: Request, variant: Variant) -> str:
-    """Return the origin of the image size as text. Call this before `_check_model`, which changes the options."""
+def origin_of_size(request: Request, variant: Variant) -> str:
+    """Return the origin of the image size as text, for a variant that is not checked yet."""
     def sets(options: Mapping[str, Any]) -> bool:
         return any(options.get(key) is not None for key in ("img_size", "input_size"))
 
@@ -44,44 +118,14 @@ def _origin_of_size(request: Request, variant: Variant) -> str:
     return "--model-kwargs img_size" if sets(variant.options.model_kwargs) else "the model's default"
 
 
-def _check_model(options: Namespace, connection: str) -> list[int]:
-    """Build the model, run it on two blank images, and return the height and width of these images.
+def _build(options: Namespace) -> nn.Module:
+    return build_model(options, options.num_classes, options.in_chans or 3)
 
-    If the model's class has an argument `img_size`, the image size is added to `options.model_kwargs`, unless the model
-    already has this size.
-    """
-    channels = options.in_chans or 3
 
-    def build() -> torch.nn.Module:
-        kwargs = of_connection(options.model_kwargs, connection)
-        trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
-        return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
-
-    with refused(f"{options.model} with connection '{connection}'"):
-        model = build()
-        if options.img_size is None and options.input_size is None:
-            size = options.model_kwargs.get("img_size")
-            if isinstance(size, (tuple, list)):  # train.py's --img-size is one number
-                options.input_size = [channels, *size]
-            else:
-                options.img_size = size
-        _, height, width = data_config(model, vars(options), channels)["input_size"]
-        if options.img_size is None and options.input_size is None and channels != 3:  # train.py assumes three channels
-            options.input_size = [channels, height, width]
-        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):
-            options.model_kwargs.setdefault("img_size", height if height == width else [height, width])
-            model = build()
-        patches = getattr(model, "patch_embed", None)
-        if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad:
-            rows, columns = patches.patch_size
-            if height % rows or width % columns:  # timm cuts the rest off
-                raise LabError(f"images of {height} x {width} pixels are not whole numbers of patches of {rows} x "
-                               f"{columns}: set an image size or patch size that fits, such as --img-size "
-                               f"{max(1, height // rows) * rows}")
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, channels, height, width))
-    return [height, width]
+def _on_meta(options: Namespace) -> nn.Module:
+    """Build a model whose tensors have no memory."""
+    with torch.device("meta"):
+        return _build(Namespace(**{**vars(options), **_WITHOUT_WEIGHTS}))
 
 
 @contextmanager
@@ -97,7 +141,7 @@ def refused(subject: str) -> Iterator[None]:
         raise LabError(f"{subject}: {error_text(error)}") from None
 
 
-def _takes_img_size(model: torch.nn.Module) -> bool:
+def _takes_img_size(model: nn.Module) -> bool:
     """Return whether the model's class or a base class has an argument `img_size`."""
     constructors = [vars(cls)["__init__"] for cls in type(model).__mro__
                     if "__init__" in vars(cls) and cls is not object]

@@ -12,7 +12,7 @@ connection. Runs are ordered by seed, so that the first seeds of an interrupted 
 """
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -20,15 +20,14 @@ from ... import __version__
 from ..._text import file_name
 from ..._yaml import dump_yaml
 from ...convert import base_name
-from ...run_folder import SWITCHED, check_sources, import_modules, read_run
+from ...run_folder import check_sources, import_modules, read_run
 from .. import LabError, refuse_links, write_text
 from ..data import Source
-from ..folder import RunPlan, Stage, is_at_work, read_yaml
+from ..folder import Variant, is_at_work, read_yaml
 from ..paper import numbers
-from .design import COMPARISON, Variant, of_connection
+from .design import COMPARISON
 from .deviations import deviations
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
-from .model_check import Size
 from .request import Request
 from .trainers import check
 
@@ -45,8 +44,9 @@ class StudyPlan:
     settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
     study: dict  # the description of the study for its report
     points: list[dict]  # of this command, each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
-    runs: dict[str, RunPlan]  # the runs of this command by name
+    runs: dict[str, Variant]  # the runs of this command by name
     left_out: list[str]  # reasons why cells are not run
+    parameters: int  # of the first model
 
     def write(self) -> None:
         """Write `study.yaml` and the folders of the runs. Points that earlier commands wrote are kept.
@@ -65,7 +65,7 @@ class StudyPlan:
                  "connections": list(dict.fromkeys(point["connection"] for point in points))}
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
             if folder.is_dir() and {*os.listdir(folder)} - {".lock"}:
-                refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
+                refuse_difference(run_identity(Variant.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
         refuse_links(*(self.folder / point["run"] for point in points))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,8 @@ def plan(request: Request) -> StudyPlan:
     for variant in variants:
         check_sources(vars(variant.options), f"study '{design.name}' or recipe '{variant.recipe}'", request.options)
     seeds = request.seed_list(first.options.seed)
-    source, sizes = check(request, variants)
+    variants, source, sizes, parameters = check(request, variants)
+    first = variants[0]  # with the options that follow from the data set and the model
     points, runs = points_of(request, variants, seeds)
     settings = study_settings(design, requested, first)
     study = _description(request, requested, seeds, variants)
@@ -153,49 +154,31 @@ def plan(request: Request) -> StudyPlan:
         study["dataset"] = _qualified(study["dataset"], source.num_classes)
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
-    return StudyPlan(folder, settings, study, points, runs, left_out)
+    return StudyPlan(folder, settings, study, points, runs, left_out, parameters)
 
 
 def points_of(
-        request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
+        request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, Variant]]:
     """Return the points ordered by seed, and the runs by name. Points with equal settings share a run.
 
     Raises:
         LabError: Runs with different settings would have the same name.
     """
     points, runs, names = [], {}, {}
+    trainer = "lab" if request.train_py is None else str(request.train_py.absolute())
     for seed in seeds:
         for variant in variants:
-            run, name = _run(request, variant, seed), variant.name(seed)
+            run = replace(variant.with_options(seed=seed), trainer=trainer, gpus=request.gpus, nodes=request.nodes)
+            run, name = run.with_divided_batch(), run.name
             identity = json.dumps(run_identity(run), sort_keys=True)
             if identity not in names:
                 if name in runs:
                     raise LabError(f"two different runs have the name '{name}': write one value of an axis "
                                    "differently, or give cells with the key 'switch' only one connection")
                 names[identity], runs[name] = name, run
-            points.append({"cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed,
+            points.append({"cell": dict(variant.cell), "connection": variant.connection, "seed": seed,
                            "run": names[identity]})
     return points, runs
-
-
-def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
-    def options_with(connection: str) -> dict:
-        kwargs = of_connection(variant.options.model_kwargs, connection)
-        return {**vars(variant.options), "seed": seed, "model_kwargs": kwargs}
-
-    stages = [Stage(".", options_with(variant.connection))]
-    if variant.switch_to:
-        if variant.reinitialise:
-            begins_with, stop = "weights", None
-        else:
-            begins_with, stop = "checkpoint", stages[0].scheduled_epochs // 2
-            if not stop:
-                raise LabError("a connection cannot be switched within one epoch: use at least two epochs")
-        stages = [Stage(".", stages[0].options, stop_epoch=stop),
-                  Stage(SWITCHED, options_with(variant.switch_to), begins_with)]
-    of_design = {key: getattr(request.design, key) for key in ("record", "representation", "hold_out")}
-    trainer = "lab" if request.train_py is None else str(request.train_py.absolute())
-    return RunPlan(trainer, stages, **of_design, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description
@@ -209,7 +192,7 @@ def _description(
         "scale": "" if design.is_comparison else design.scale,
         "dataset": data_name(requested, variants[0]),
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
-        "connections": list(dict.fromkeys(variant.final_connection for variant in variants)),
+        "connections": list(dict.fromkeys(variant.connection for variant in variants)),
         "seeds": list(seeds),
         "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
         "changed": deviations(design, requested, seeds),
@@ -226,7 +209,7 @@ def _weights(variant: Variant) -> str:
     return options.get("initial_checkpoint") or pretrained or ""
 
 
-def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
+def _data_of(source: Source, sizes: Sequence[tuple[list[int], str]]) -> dict:
     """Return the properties of the data set for a report. `image_size` is None if the models' image sizes differ."""
     (size, origin), *others = sizes
     alike = all(other == size for other, _ in others)

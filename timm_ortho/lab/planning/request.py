@@ -6,7 +6,8 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 
 from .. import LabError, value_text
-from .design import Design, Variant
+from ..folder import Variant
+from .design import Design
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Request:
     train_py: Optional[Path] = None  # timm's train.py, which scale `paper` requires; None: the lab's own loop trains
     gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
     nodes: int = 1  # machines that each run of `train.py` uses
+    slurm: bool = False  # whether other machines train the runs
     command: str = ""  # the command line, which the report shows
 
     def device(self) -> str:
@@ -33,7 +35,7 @@ class Request:
             device = torch.device(name)
         except RuntimeError:
             raise LabError(f"there is no device '{name}': use cpu, or cuda if PyTorch sees a GPU") from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() and not self.gpus:
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() and not (self.gpus or self.slurm):
             raise LabError(f"PyTorch sees no device '{name}' on this machine: use --device cpu")
         return str(device)
 
@@ -49,7 +51,7 @@ class Request:
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
         """Return the variants that `only` selects. Its axes are the study's axes and `connection`."""
         cells = [{axis: value_text(value)
-                  for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
+                  for axis, value in {**variant.cell, "connection": variant.connection}.items()}
                  for variant in variants]
         selected: dict[str, list[str]] = {}
         for axis, text in self.only:

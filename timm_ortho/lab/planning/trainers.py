@@ -5,39 +5,43 @@ The checks write no files.
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, NamedTuple, Optional, Sequence
 
 import timm
+import torch
+from torch import nn
 
 from .. import LabError, device_images
 from ..data import Source, open_source
-from ..folder import RunPlan, Stage
+from ..folder import Variant
 from ..image_folder import is_here
 from ..running.loop import Training
 from ..train_options import DEVICE_OPTIONS, defaults, known_options, options_with
 from . import recipe
-from .design import Variant, of_connection
-from .model_check import Size, check_models, refused
+from .model_check import Models, origin_of_size, refused
 from .request import Request
 
-# The opened data set, None if only `train.py` opens it; the image size of each variant.
-Checked = tuple[Optional[Source], list[Size]]
+
+class Checked(NamedTuple):
+    """The results of `check`."""
+
+    variants: list[Variant]  # with the options that follow from the data set and the models
+    source: Optional[Source]  # the opened data set, None if only `train.py` opens it
+    sizes: list[tuple[list[int], str]]  # of each variant: height and width of its images, and where this size is from
+    parameters: int  # of the first model
 
 
 def check(request: Request, variants: Sequence[Variant]) -> Checked:
     """Check machines, data set, models and options of a request.
-
-    A variant is one cell of the study's grid with one connection, or with the two connections of a `switch`. Options
-    that follow from the data set, such as `num_classes`, are set in place in the variants.
 
     Raises:
         LabError: The trainer cannot train the variants as requested.
     """
     if request.gpus < 0 or request.nodes < 1:
         raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {request.gpus} and {request.nodes}")
-    if any(variant.options.pretrained_path and not variant.options.pretrained for variant in variants):
-        raise LabError("pretrained_path has no effect without pretrained: set pretrained to true, too")
     for options in (variant.options for variant in variants):
+        if options.pretrained_path and not options.pretrained:
+            raise LabError("pretrained_path has no effect without pretrained: set pretrained to true, too")
         if options.pretrained and not options.pretrained_path and not timm.is_model_pretrained(options.model):
             raise LabError(f"there are no pretrained weights of {options.model}: remove pretrained, and start from a "
                            "file with --weights FILE of timm-ortho compare, or with the option weights in a study")
@@ -48,24 +52,37 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> Checked:
     if request.design.scale == "paper":
         raise LabError("scale 'paper' needs timm's train.py: add --train-py FILE, or set TIMM_DIR to the folder of "
                        "train.py")
-    if request.gpus or request.nodes > 1:
-        raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
+    if request.gpus > request.slurm or request.nodes > 1:  # a job of Slurm may need one GPU
+        raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda, and on "
+                       "Slurm --gpus 1")
     for variant in variants:
         check_loop_options(variant.options)
-    ignored = dict.fromkeys(key for variant in variants for key in sorted(options_with("lab", "unused"))
-                            if getattr(variant.options, key) != defaults()[key])
-    if ignored:
-        print(f"timm-ortho: the lab's own loop ignores {', '.join(ignored)}", file=sys.stderr)
-    source, sizes = open_source(variants[0].options, request.design.hold_out), []
+    _warn_of_ignored("the lab's own loop ignores {}", [
+        key for variant in variants for key in sorted(options_with("lab", "unused"))
+        if getattr(variant.options, key) != defaults()[key]])
+    source, models = open_source(variants[0].options, request.design.hold_out), Models(weights=True)
+    checked, sizes, parameters, trained = [], [], [], set()
     for variant in variants:
-        options = variant.options
-        options.num_classes, options.in_chans, options.val_split = source.num_classes, source.in_chans, source.val_split
-        sizes.append(check_models(request, variant))
-        options.device_images = device_images.decide(options, sizes[-1][0], source, request.options)
-        if not options.device_images:
-            _drop_device_options(options)
-        _check_training(variant, source)
-    return source, sizes
+        origin = origin_of_size(request, variant)
+        variant = models.checked(variant.with_options(
+            num_classes=source.num_classes, in_chans=source.in_chans, val_split=source.val_split))
+        if device_images.decide(variant.options, models.size, source, request.options):
+            variant = variant.with_options(device_images=True)
+        else:  # these options have no effect on a run that uses a loader
+            variant = variant.without(DEVICE_OPTIONS)
+        settings = str({**vars(variant.options), "model_kwargs": None, "of": models.key})
+        if settings not in trained:
+            _check_training(variant, source, models.model)
+            trained.add(settings)
+        checked.append(variant)
+        sizes.append((models.size, origin))
+        parameters.append(sum(parameter.numel() for parameter in models.model.parameters()))
+    return Checked(checked, source, sizes, parameters[0])
+
+
+def _warn_of_ignored(text: str, names: Sequence[str]) -> None:
+    if names:
+        print(f"timm-ortho: {text.format(', '.join(dict.fromkeys(names)))}", file=sys.stderr)
 
 
 def check_loop_options(options: Namespace) -> None:
@@ -80,16 +97,15 @@ def check_loop_options(options: Namespace) -> None:
                        "train with --train-py")
 
 
-def _check_training(variant: Variant, source: Source) -> None:
-    """Build the model, optimizer, schedule and loaders of a variant, with the connection at the end of training."""
-    kwargs = of_connection(variant.options.model_kwargs, variant.final_connection)
-    options = Namespace(**{**vars(variant.options), "model_kwargs": kwargs})
-    if options.epochs < 1:
-        raise LabError(f"epochs must be at least 1, got {options.epochs}")
-    plan = RunPlan("lab", [Stage(".", vars(options))]).with_divided_batch()
-    (stage,) = plan.stages
+def _check_training(variant: Variant, source: Source, model: nn.Module) -> None:
+    """Make the optimizer, schedule and loaders of a variant. `model` has its architecture, but another connection."""
+    if variant.options.epochs < 1:
+        raise LabError(f"epochs must be at least 1, got {variant.options.epochs}")
+    variant = variant.with_divided_batch()
+    if not torch.cuda.is_available():  # the runs may train on a node of a cluster
+        variant = variant.with_options(device="cpu")
     with refused("timm cannot build a run from these options"):
-        Training(plan, stage, Path(), source, Namespace(**stage.options))
+        Training(variant, variant.stages[0], Path(), source, variant.options, model)
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> Checked:
@@ -102,38 +118,37 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> Checked:
         raise LabError("train.py loads its own images: remove --device-images or --train-py")
     if request.design.hold_out:
         raise LabError("train.py cannot hold images out: remove --train-py, or set val_split in the study")
-    first, source, sizes = variants[0].options, None, []
-    dataset, ignored = first.dataset, {}
-    if dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
-        ignored = {key: None for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None}
-    if ignored:
-        print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
-              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
+    first, source, models = variants[0].options, None, Models(weights=False)
+    if first.dataset == "digits":
+        raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
+    limits = [key for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None]
+    limits = [] if first.dataset.partition("/")[0] in ("hfids", "tfds", "wds") else limits
+    _warn_of_ignored(f"train.py uses {{}} for streamed data sets only, and takes all images of "
+                     f"'{first.dataset or first.data_dir}'", limits)
     unknown = first.num_classes is None  # open the data set to count its classes; the paper's recipes set num_classes
+    of_data: dict[str, Any] = {}
     if unknown or is_here(first):
-        source = open_source(Namespace(**{**vars(first), **ignored}))
+        source = open_source(Namespace(**{**vars(first), **dict.fromkeys(limits)}))
+        of_data["val_split"] = source.val_split
+        if unknown:
+            of_data.update(num_classes=source.num_classes, in_chans=source.in_chans)
+    half = request.device().startswith("cuda") and {**request.design.options, **request.options}.get("amp") is None
+    of_data.update(dict(amp=True, amp_dtype="bfloat16") if half else {})
+    checked, sizes, parameters = [], [], []
     for variant in variants:
-        options = variant.options
-        if source is not None:
-            options.val_split = source.val_split
-            if unknown:
-                options.num_classes, options.in_chans = source.num_classes, source.in_chans
-        _drop_device_options(options)
-        if options.dataset == "digits":
-            raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
-        sizes.append(check_models(request, variant))
-        for key, value in list(vars(options).items()):
-            if value != known_options()[key]["default"]:
-                if key not in of_script:
-                    raise LabError(f"{request.train_py} has no option {key}: the script is of another timm release")
-            elif key in of_script:
-                setattr(options, key, of_script[key])  # the script may be from a timm with other defaults
-            else:
-                delattr(options, key)
-    return source, sizes
+        origin = origin_of_size(request, variant)
+        variant = models.checked(variant.with_options(**of_data).without(DEVICE_OPTIONS))
+        checked.append(_for_script(variant, of_script, str(request.train_py)))
+        sizes.append((models.size, origin))
+        parameters.append(sum(parameter.numel() for parameter in models.model.parameters()))
+    return Checked(checked, source, sizes, parameters[0])
 
 
-def _drop_device_options(options: Namespace) -> None:
-    """Remove the options of images on the device, which have no effect on a run that uses a loader."""
-    for key in DEVICE_OPTIONS:
-        delattr(options, key)
+def _for_script(variant: Variant, of_script: dict[str, Any], script: str) -> Variant:
+    """Return a variant with the options of a `train.py` that may be of another timm release, with other defaults."""
+    unset = [key for key, value in vars(variant.options).items() if value == known_options()[key]["default"]]
+    missing = [key for key in vars(variant.options) if key not in unset and key not in of_script]
+    if missing:
+        raise LabError(f"{script} has no option {missing[0]}: the script is of another timm release")
+    own = {key: of_script[key] for key in unset if key in of_script and key != "model_kwargs"}
+    return variant.with_options(**own).without([key for key in unset if key not in of_script])

@@ -8,7 +8,7 @@ from ..._text import aligned
 from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options
 from .. import LabError
-from ..folder import RunPlan, history, metrics_of, read_lines, record, state
+from ..folder import Variant, history, metrics_of, read_lines, record, state
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from ..train_options import options_with
@@ -82,7 +82,7 @@ def _run(folder: Path) -> Optional[dict]:
     found = record(folder) if folder.is_dir() else None
     if found is None or found.result is None:
         return None
-    plan = RunPlan.read(folder)
+    plan = Variant.read(folder)
     return {
         "representation": None,
         **found.result,
@@ -117,7 +117,7 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
         for point in values["places"]:
             if point["connection"] != connection:
                 continue
-            plan = RunPlan.read(root / point["run"])
+            plan = Variant.read(root / point["run"])
             if len(plan.stages) > 1:
                 continue
             differing = _differing(options, rows, plan)
@@ -126,7 +126,6 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
                     "model": options["model"], "cell": point["cell"], "connection": connection, "seed": options["seed"],
                     "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows),
                     **_weights(options), "history": rows,
-                    "dynamics": read_lines(folder / RECORDS),
                     "made_with": {"command": f"by hand, in {folder}"}}
             nearest = min(nearest or differing, differing, key=len)
     advice = f"; the most similar run differs in {', '.join(nearest)}" if nearest else ""
@@ -134,7 +133,7 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
                    f"of these studies{advice}: leave this folder out, or add the folder of its study")
 
 
-def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> list[str]:
+def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) -> list[str]:
     """Return the settings in which a user's run differs from a plan.
 
     Options in `_NOT_COMPARED`, and options that only one of the two has, are not compared. `batch_size` and

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ...run_folder import LOG, SUMMARY, is_local, own_modules
 from .. import LabError
 from ..folder import (
-    RunPlan,
+    Variant,
     epochs_done,
     history,
     last_line,
@@ -47,7 +47,7 @@ def _reports_no_width() -> bool:
 class _Progress:
     """Show the finished epochs of all runs: as one bar, or as lines if the output is not a terminal of known width."""
 
-    def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
+    def __init__(self, root: Path, runs: Mapping[str, Variant]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
         self.sizes: dict[str, int] = {}  # bytes in the summary.csv files of each run; a new size means new epochs
@@ -135,12 +135,12 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
+def waiting(root: Path, runs: Mapping[str, Variant]) -> list[str]:
     """Return the names of the runs without a result, in order. `root` is the folder of the study."""
     return [name for name in runs if record(root / name).result is None]
 
 
-def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: int = 1) -> dict[str, str]:
+def local(root: Path, runs: Mapping[str, Variant], parallel: int = 1, threads: int = 1) -> dict[str, str]:
     """Train the runs on this machine, in order.
 
     Args:
@@ -197,7 +197,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
     return progress.failed
 
 
-def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
+def _slots(runs: Mapping[str, Variant], parallel: int) -> list[dict[str, str]]:
     """Return the environment variables of each simultaneous run, which set its visible GPUs.
 
     A run of `train.py` does not share its requested GPUs with other runs. A run of the lab's loop needs one GPU, which
@@ -222,7 +222,7 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
-def words_of(runs: Sequence[RunPlan]) -> list[str]:
+def words_of(runs: Sequence[Variant]) -> list[str]:
     """Return the options of `lab.running.run` that name the script, the modules and a download of runs of one study.
 
     The plans contain these names too, but a run's process does not trust the files that it reads.

@@ -37,7 +37,7 @@ from ...weights import WeightsError
 from ...weights.files import load_checkpoint, load_weights
 from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
-from ..folder import RunPlan, Stage, append_lines
+from ..folder import Stage, Variant, append_lines
 
 _MODEL, _DATA = 0, 1  # the two streams of random numbers, for `epoch_seed`
 
@@ -74,9 +74,11 @@ class Training:
         folder: The folder of the run.
         source: The opened data set.
         options: The options of the stage. `initial_checkpoint`, if set, is a path on this machine.
+        model: A model to train. By default, it is built from the options.
     """
 
-    def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
+    def __init__(self, plan: Variant, stage: Stage, folder: Path, source: Source, options: Namespace,
+                 model: Optional[nn.Module] = None) -> None:
         self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
         self.offset = plan.offset(stage)
         self.checkpoint, self.summary = (folder / stage.folder / name for name in (LAST, SUMMARY))
@@ -85,7 +87,7 @@ class Training:
         self.device = torch.device(options.device)
         if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
-        self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
+        self.model = (model or build_model(options, source.num_classes, source.in_chans)).to(self.device)
         if options.channels_last:  # images need no conversion: channels-last weights give channels-last outputs
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)

@@ -21,10 +21,10 @@ import torch
 from timm.models import clean_state_dict
 from torch import nn
 
+from ... import sites  # registers the variants, also in a process that `timm-ortho` has started
 from ..._images import data_config
 from ..._text import UserError, error_text
 from ...convert import is_variant
-from ...model_sites import sites
 from ...run_folder import (
     LAST,
     LOG,
@@ -40,7 +40,7 @@ from ...weights import WeightsError
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import Source, loaders, open_source
-from ..folder import RunPlan, Stage, epochs_done, history, is_at_work, metrics_of, record, save, work_on
+from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
 from . import timm_script
 from .features import measure_features
 from .loop import Training
@@ -92,7 +92,7 @@ def run(
         UserError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
             file of weights that could run code, or a download.
     """
-    plan = RunPlan.read(folder)
+    plan = Variant.read(folder)
     _check(plan, folder, train_py, named)
     if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # not the first node
         for stage in plan.stages:
@@ -121,7 +121,7 @@ def run(
     return result
 
 
-def _check(plan: RunPlan, source: Path, train_py: Optional[str], named: Mapping[str, Any]) -> None:
+def _check(plan: Variant, source: Path, train_py: Optional[str], named: Mapping[str, Any]) -> None:
     """Raise a UserError if a plan would run code or start downloads that the user has not chosen."""
     if plan.script not in (None, train_py):
         raise LabError(f"{source} trains with the script {plan.script}: if you trust it, name it too (--train-py "
@@ -184,7 +184,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _train(plan: RunPlan, folder: Path) -> dict:
+def _train(plan: Variant, folder: Path) -> dict:
     source: Optional[Source] = None
     for stage in plan.stages:
         options = _options(plan, stage, folder)
@@ -201,7 +201,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     return {**result, "labels": source.labels if source is not None else None}
 
 
-def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
+def _options(plan: Variant, stage: Stage, folder: Path) -> Namespace:
     """Return the options of a stage. If it begins with weights of the first stage, add their path to the options."""
     options = Namespace(**stage.options)
     if stage.begins_with == "weights":
@@ -209,7 +209,7 @@ def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
     return options
 
 
-def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
+def _result(plan: Variant, folder: Path) -> tuple[dict, nn.Module]:
     """Return the run's metrics, and its model with the weights of the last checkpoint."""
     rows = history(folder, plan)
     done = epochs_done(rows)
@@ -226,7 +226,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": len({site.layer for site in sites(model)}), "width": model.num_features,
-        "lr": options.lr, "batch_size": plan.whole_batch(plan.stages[-1]),
+        "lr": options.lr, "batch_size": plan.whole_batch,
         **metrics_of(rows),
         **measured,
         "device": device_name(torch.device(options.device)),

@@ -12,8 +12,8 @@ from typing import Any, Mapping, Sequence
 from ..._compat import submission_script
 from ..._text import error_text
 from ...run_folder import LOG
-from .. import LabError
-from ..folder import RunPlan, is_at_work, record, save, work_on
+from .. import LabError, write_text
+from ..folder import Variant, is_at_work, record, save, work_on
 from . import run as run_module
 from .launcher import waiting, words_of
 from .timm_script import die_with_parent
@@ -62,7 +62,7 @@ class Slurm:
     minutes: int = 24 * 60  # time limit of a job in minutes
     options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
 
-    def executor(self, root: Path, run: RunPlan) -> Any:
+    def executor(self, root: Path, run: Variant) -> Any:
         """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
 
         Raises:
@@ -83,16 +83,16 @@ class Slurm:
             additional_parameters=dict(self.options), **({"gpus_per_node": run.gpus} if run.gpus else {}))
         return executor
 
-    def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
+    def script(self, root: Path, runs: Mapping[str, Variant]) -> Path:
         """Write the script that submitit would pass to sbatch, for the user to inspect, and return its path."""
         executor = self.executor(root, next(iter(runs.values())))
         executor.parameters["map_count"] = len(runs)
         path = root / ".slurm" / "plan.sbatch"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(submission_script(executor), encoding="utf-8")
+        write_text(path, submission_script(executor))
         return path
 
-    def submit(self, root: Path, runs: Mapping[str, RunPlan]) -> str:
+    def submit(self, root: Path, runs: Mapping[str, Variant]) -> str:
         """Submit the runs that are neither finished nor in the queue. Return a line with the numbers of runs.
 
         Raises:

@@ -16,7 +16,7 @@ from ...run_folder import LAST, OPTIONS, RECORDS
 from ...weights.files import load_checkpoint
 from .. import LabError, one_line
 from ..data import check_shards, open_source
-from ..folder import RunPlan, Stage, with_last_words
+from ..folder import Stage, Variant, with_last_words
 from ..image_folder import is_here
 from ..train_options import defaults
 
@@ -27,7 +27,7 @@ class Died(LabError):
     """`train.py` was killed, or ended with too few or too many epochs after a new one. The launcher starts it again."""
 
 
-def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
+def train(plan: Variant, stage: Stage, folder: Path) -> None:
     """Train a stage, or its remaining epochs if the stage has a checkpoint.
 
     Raises:
@@ -73,7 +73,7 @@ def _check_data(options: Namespace) -> None:
                            f"'{split}': use --option val_split={split}")
 
 
-def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
+def command(plan: Variant, stage: Stage, folder: Path) -> list[str]:
     """Return the command line that trains a stage, or continues from its last checkpoint if it has one."""
     last, before = (folder / where / LAST for where in (stage.folder, plan.stages[0].folder))
     words = [
@@ -89,7 +89,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
     return words
 
 
-def torchrun(plan: RunPlan) -> Sequence[str]:
+def torchrun(plan: Variant) -> Sequence[str]:
     """Return the part of the command line that starts a process for each GPU, () if the run requests no GPUs."""
     if not plan.gpus:
         return ()
