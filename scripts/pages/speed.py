@@ -28,7 +28,7 @@ COSTS = {  # columns of README's table
     "training, eager": ("training", "eager", "ratio"), "training, compiled": ("training", "compiled", "ratio"),
     "inference, eager": ("inference", "eager", "ratio"),
     "memory kept for backward, eager": ("training", "eager", "saved_ratio"),
-    "the same, compiled": ("training", "compiled", "saved_ratio"),
+    "kept, compiled": ("training", "compiled", "saved_ratio"),
     "peak memory": ("training", "eager", "peak_ratio"),
 }
 HOW = {"eager": "in eager mode", "compiled": "under `torch.compile`"}

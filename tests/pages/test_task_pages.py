@@ -30,7 +30,7 @@ ADDED = {  # command -> options that make it short
 if not TIMM_DIR:  # publish a run of compare, because there is no run of train.py
     REPLACED["runs/birds"] = "birds/feature-seed0"
 NOT_RUN = ("hf ", "git ", "cd ", "export ", "torchrun ", "timm-ortho study run", "timm-ortho study report study",
-           "timm-ortho show RUN", "timm-ortho show hf-hub", "timm-ortho show vit_base", "timm-ortho show vit_small")
+           "timm-ortho show RUN", "timm-ortho show hf-hub", "timm-ortho show vit_small")
 
 DRIVER = """
 import contextlib, shlex
