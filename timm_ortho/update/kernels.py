@@ -151,6 +151,7 @@ def update_kernel(
     tl.store(y_ptr + start + offsets, y, mask=mask)
     if h_ptr is not None:  # of y as it is stored, as in two separate steps
         y = y.to(tl.float32)
+        width = width // UNIT * UNIT
         m = tl.zeros([BLOCK_P], tl.float32)
         if CENTERED:
             m = tl.sum(y, 1) / width
