@@ -74,6 +74,11 @@ def setting(run: Run) -> tuple:
     return (*run["cell"].values(), run["connection"])
 
 
+def arm(run: Run) -> tuple:
+    """Return the arm of a run of the fine-tuning studies, whose pretraining depends on the seed."""
+    return (run["cell"]["arm"],)
+
+
 def top1(run: Run) -> float:
     return run["top1"]
 
@@ -113,6 +118,11 @@ def interaction(one: Weights, other: Weights) -> Weights:
     return {**one, **{key: -weight for key, weight in other.items()}}
 
 
+def ahead(arm: str) -> Weights:
+    """Return the weights of one arm minus the arm `linear`."""
+    return {(arm,): 1.0, ("linear",): -1.0}
+
+
 def pool(mixer: str) -> Weights:
     """Return the weights of F − linear in PoolFormer with one mixer."""
     return {(mixer, "both", "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
@@ -125,6 +135,7 @@ def transforms(*skips: str) -> Weights:
 
 
 FACTORS = "cifar_factors-cifar10-small"
+FINE_TUNING, FINE_TUNING_IMAGENET = "fine_tuning-cifar10-small", "fine_tuning_imagenet-cifar10-small"
 RESNET = "confirm_resnet-torch_fashion_mnist-small"
 POOL = "confirm_poolformer-torch_fashion_mnist-small"
 # The two cells of the axis `update` are the connections, each with its own learning rate.
@@ -155,8 +166,10 @@ class Hypothesis(NamedTuple):
     levels: Sequence[str] = ()  # of a stopped study: the lead of F at the first level minus that at the second
     minus: Optional[Contrast] = None  # other runs, not paired with the runs of `contrast`
     metric: Callable[[Run], float] = top1
+    setting: Callable[[Run], tuple] = setting  # the key of a run in the weights of `contrast`
 
 
+VIT = "ViT, width 128"
 MORE, SWEEP = "F is more accurate than linear", "F − linear grows with the learning rate, points for a tenfold rate"
 HYPOTHESES = [
     Hypothesis("C1", MORE, "CIFAR-10", "ViT, width 128", {"cifar_accuracy-cifar10-small": UPDATE}, (0.79,),
@@ -171,6 +184,17 @@ HYPOTHESES = [
                {"cifar_vit_small-cifar10-small": lead("vit_s")}, (0.79,)),
     Hypothesis("D2", MORE, "CIFAR-10", "the paper's ResNetV2-18",
                {"cifar_resnet18-cifar10-small": lead("resnetv2_18")}, (0.20,)),
+    Hypothesis("F1", "fine-tuned from linear weights, hybrid (start linear) is more accurate than linear", "CIFAR-10", VIT,
+               {FINE_TUNING: ahead("hybrid")}, setting=arm),
+    Hypothesis("F2", "fine-tuned from linear weights, F is more accurate than linear", "CIFAR-10", VIT,
+               {FINE_TUNING: ahead("feature")}, setting=arm),
+    # the arm on F's weights that `fine_tuning_rates` finds to be the better one
+    Hypothesis("F3", "fine-tuning from F's weights is more accurate than linear on linear weights", "CIFAR-10", VIT,
+               {FINE_TUNING: ahead("feature_on_feature")}, setting=arm),
+    Hypothesis("F4", "fine-tuned from ImageNet's linear weights, F is more accurate than linear", "CIFAR-10",
+               "EfficientNet-Lite0", {FINE_TUNING_IMAGENET: ahead("feature")}, setting=arm),
+    Hypothesis("F5", "fine-tuned from ImageNet's linear weights, hybrid (start linear) is more accurate than linear",
+               "CIFAR-10", "EfficientNet-Lite0", {FINE_TUNING_IMAGENET: ahead("hybrid")}, setting=arm),
     Hypothesis("H1", MORE, "Fashion-MNIST", "ViT, width 64",
                {"confirm_accuracy-torch_fashion_mnist-small": lead()}, (0.79, 1.94), equivalent=0.2, of_interest=0.3),
     Hypothesis("H2", SWEEP, "digits", "ViT, width 64",
@@ -201,11 +225,13 @@ HYPOTHESES = [
 ]
 RULES = {  # family -> commit that added its rules, before the runs that test it
     "C": "3449521fab04114a1009b4a5bb45f80eadf115d5", "D": "56aff2cb625df06df3aeebcb93d480def63ee983",
+    "F": "4e04b2ee68c70b6f42188110ddff3a2548dbf35e",
     **dict.fromkeys("HP", "9cfb7979d977a6280ba38ef9f75e3c4bca5dd67a")}
 
 
 # --------------------------------------------------------------------------------------- decisions
-def by_seed(contrast: Contrast, metric: Callable[[Run], float] = top1) -> list[float]:
+def by_seed(contrast: Contrast, metric: Callable[[Run], float] = top1,
+            setting: Callable[[Run], tuple] = setting) -> list[float]:
     """Return the weighted sum for each seed that has runs of all settings in all archives."""
     sums = []
     for name, weights in contrast.items():
@@ -252,7 +278,7 @@ def measure(one: Hypothesis, level: float = 0.95) -> Optional[Difference]:
         return None
     if one.levels:
         return stopped(one)
-    values = by_seed(one.contrast, one.metric)
+    values = by_seed(one.contrast, one.metric, one.setting)
     return welch(values, by_seed(one.minus, one.metric), level) if one.minus else mean(values, level)
 
 

@@ -139,3 +139,12 @@ def test_a_hypothesis_without_an_archive_is_not_run(monkeypatch):
     rows = {row["id"]: row for row in evidence.decisions()}
     assert (rows["C0"]["decision"], rows["C0"]["difference"]) == ("not run", "")
     assert float(rows["C2"]["p_holm"]) == pytest.approx(float(before["C2"]) * 5 / 4, rel=0.06)  # it counts with p = 1
+
+
+def test_pairs_of_fine_tuning_have_one_seed_and_any_pretraining(monkeypatch):
+    runs = [{"cell": {"pretraining": weights, "arm": arm}, "connection": "x", "seed": seed, "top1": top1}
+            for weights, seed, of in (("a", 410, (50.0, 51.0)), ("b", 415, (60.0, 63.0)), ("b", 416, (60.0,)))
+            for arm, top1 in zip(("linear", "feature"), of, strict=False)]
+    monkeypatch.setattr(evidence, "archive", lambda name: ({}, runs))
+    one = next(one for one in evidence.HYPOTHESES if one.id == "F2")
+    assert evidence.by_seed(one.contrast, one.metric, one.setting) == [1.0, 3.0]
