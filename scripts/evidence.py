@@ -172,9 +172,9 @@ class Hypothesis(NamedTuple):
 VIT = "ViT, width 128"
 MORE, SWEEP = "F is more accurate than linear", "F − linear grows with the learning rate, points for a tenfold rate"
 HYPOTHESES = [
-    Hypothesis("C1", MORE, "CIFAR-10", "ViT, width 128", {"cifar_accuracy-cifar10-small": UPDATE}, (0.79,),
+    Hypothesis("C1", MORE, "CIFAR-10", VIT, {"cifar_accuracy-cifar10-small": UPDATE}, (0.79,),
                equivalent=0.4),
-    Hypothesis("C2", MORE, "Tiny ImageNet", "ViT, width 128",
+    Hypothesis("C2", MORE, "Tiny ImageNet", VIT,
                {"tiny_imagenet_accuracy-tiny_imagenet-small": UPDATE}, (1.27,), equivalent=0.4),
     Hypothesis("C3", "F's lead is larger at four times the best learning rate than at the best rate",
                "CIFAR-10", "16 ViTs", {FACTORS: {}}, levels=("r4", "r1")),
@@ -184,8 +184,8 @@ HYPOTHESES = [
                {"cifar_vit_small-cifar10-small": lead("vit_s")}, (0.79,)),
     Hypothesis("D2", MORE, "CIFAR-10", "the paper's ResNetV2-18",
                {"cifar_resnet18-cifar10-small": lead("resnetv2_18")}, (0.20,)),
-    Hypothesis("F1", "fine-tuned from linear weights, hybrid (start linear) is more accurate than linear", "CIFAR-10", VIT,
-               {FINE_TUNING: ahead("hybrid")}, setting=arm),
+    Hypothesis("F1", "fine-tuned from linear weights, hybrid (start linear) is more accurate than linear",
+               "CIFAR-10", VIT, {FINE_TUNING: ahead("hybrid")}, setting=arm),
     Hypothesis("F2", "fine-tuned from linear weights, F is more accurate than linear", "CIFAR-10", VIT,
                {FINE_TUNING: ahead("feature")}, setting=arm),
     # the arm on F's weights that `fine_tuning_rates` finds to be the better one
