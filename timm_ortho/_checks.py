@@ -112,5 +112,6 @@ def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> 
     """
     if isinstance(name, str) and name in known:
         return name
-    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}"
+    shown = " ".join(repr(name).split())  # the repr of a module has several lines
+    raise ValueError(f"unknown {kind} {shown:.60}, known are {', '.join(map(repr, known))}"
                      f"{did_you_mean(name, known)}{hint}")

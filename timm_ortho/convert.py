@@ -25,12 +25,10 @@ from ._checks import known_name
 from ._compat import is_sharded, takes_source_arguments
 from .blocks import (
     LIBRARIES,
-    branch_first,
-    has_source,
     host_class,
     is_residual,
     library_of,
-    reached,
+    route,
     routed_class,
     written_class,
 )
@@ -284,9 +282,6 @@ def _unsupported(model: nn.Module, blocks: list[Block], unsupported: dict[str, t
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
                    f"not supported: {', '.join(unsupported) or 'none'}")
-        unread = [name for name, cls in unsupported.items() if not has_source(cls)]
-        if unread:
-            problem += f". The source of {', '.join(unread)} cannot be read: define the class in a file"
     if supported and unsupported:
         problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
                     "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
@@ -300,11 +295,11 @@ def _additions(block: FoundModule) -> dict[str, Addition]:
     """Return the additions of a block for which its class or its own code has connections, by attribute."""
     additions = _own_additions(block)
     module, spec = block.module, block.spec
-    kinds = reached(module, spec) if spec else ()
-    if spec and kinds:
-        dims, first = spec.dims(module), branch_first(host_class(module), spec)
+    if spec:
+        found, dims = route(host_class(module), spec), spec.dims(module)
         site = SiteSpec(routed=True, tokens_apart=spec.tokens_apart, in_place=spec.keep == "branch")
-        additions.update({spec.sites[kind]: Addition(kind, dims[kind], first[kind], site) for kind in kinds})
+        additions.update({spec.sites[kind]: Addition(kind, dims[kind], found.branch_first[kind], site)
+                          for kind in found.reached(module)})
     for name, addition in additions.items():
         present = getattr(module, name, None)
         if present is not None and present is not block.connections.get(name, present):
@@ -412,12 +407,11 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
                 "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes "
                 "its parameters. Connect first, then wrap or shard the model")
         whole = next((each for each in connections.values() if each.dims is None), None)
-        if whole and spec and (spec.causal or spec.text):
+        if whole and spec and spec.causal:
             raise ValueError(
                 f"connection {whole.name!r} has one projection for all tokens of a sample, but "
-                f"{block.name or 'the model'} is a {'causal' if spec.causal else 'language model' + chr(39) + 's'} "
-                f"{type(module).__name__}: use 'feature' or 'hybrid', or restrict layers to other blocks. The model is "
-                "unchanged.")
+                f"{block.name or 'the model'} is a {type(module).__name__}, a block of a causal or language model: use "
+                "'feature' or 'hybrid', or restrict layers to other blocks. The model is unchanged.")
 
 
 # ------------------------------------------------------------------------------------------------------ the change

@@ -1,7 +1,6 @@
 """Derive routed subclasses: block classes whose residual additions are calls of connection modules.
 
-timm's residual blocks have one thing in common: ``forward`` contains ``x + something``. A routed subclass has the same
-``forward`` as the block class (the host), except that these additions are calls::
+A routed subclass has the same ``forward`` as the block class (the host), except that its additions are calls::
 
     x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
     x = self.connection_attention(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
@@ -17,10 +16,8 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
     x = self.connection_mlp(x, self.mlp(normed))
 
-A method with an argument ``is_causal`` begins with a check: if the argument is True, connections with one projection
-for all tokens raise an error.
-
-TorchScript cannot pass a module. In the last example, the subclass therefore also contains the two plain calls, after
+A method with an argument ``is_causal`` begins with a check, in which ``global`` raises an error if the argument is True.
+TorchScript cannot pass a module: in the last example, the subclass also has the two plain calls, after
 ``if torch.jit.is_scripting():``.
 
 A subclass is built once per host, from the source of the installed release. The host itself does not change. The
@@ -68,11 +65,6 @@ def syntax_tree(function: FunctionType) -> ast.Module:
 
     Raises:
         OSError: The source cannot be found, or ``exec`` defined the function. The message is the advice.
-
-    Example:
-        >>> import timm
-        >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
-        '    shortcut = x'
     """
     # Code from exec has the file name <string>, as has the program of ``python -c``. In Python 3.13, ``inspect`` would
     # return the text of this program.
@@ -190,13 +182,7 @@ def is_own(cls: type) -> bool:
 
 
 def library_of(cls: type) -> str:
-    """Return the library of a class with its version, for error messages.
-
-    Example:
-        >>> import timm
-        >>> library_of(timm.models.vision_transformer.Block) == f"timm {timm.__version__}"
-        True
-    """
+    """Return the library of a class with its version, for error messages."""
     library = cls.__module__.partition(".")[0]
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 

@@ -42,11 +42,6 @@ def calls_forward_of_base(cls: type) -> bool:
     return names_in(_code_of(cls)) >= {"super", "forward"}
 
 
-def has_source(cls: type) -> bool:
-    """Return whether the source of ``forward`` can be read."""
-    return _forward_of(cls) is not None
-
-
 def _code_of(cls: type) -> Optional[CodeType]:
     forward: Any = getattr(cls, "forward", None)
     return getattr(inspect.unwrap(forward), "__code__", None)

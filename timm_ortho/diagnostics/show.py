@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._compat import all_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
-from ..blocks import next_norms, spec_of
+from ..blocks import host_class, route, spec_of
 from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
 from ..update.backend import has_kernels
@@ -78,7 +78,7 @@ def fused_norms(model: nn.Module) -> str:
     for block in model.modules():
         spec = spec_of(block)
         if spec is not None:
-            for kind, norm in next_norms(block, spec).items():
+            for kind, norm in route(host_class(block), spec).next_norms.items():
                 connection = dict(all_children(block)).get(spec.sites[kind])
                 fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
