@@ -16,7 +16,7 @@ A routed subclass has the same ``forward`` as the block class (the host), except
     x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
     x = self.connection_mlp(x, self.mlp(normed))
 
-A method with an argument ``is_causal`` begins with a check, in which ``global`` raises an error if the argument is True.
+A method with an argument ``is_causal`` begins with a check: if it is True, ``global`` raises an error.
 TorchScript cannot pass a module: in the last example, the subclass also has the two plain calls, after
 ``if torch.jit.is_scripting():``.
 
@@ -94,10 +94,9 @@ class Route:
         method: Name of the method.
 
     Attributes:
-        source: The source of the method with calls of connections, for :func:`subclass_of`.
+        source: The source of the method with calls of connections.
         branch_first: By kind, whether the stream is the right summand of the addition.
-        next_norms: Attribute of the norm, for each kind whose sum is next read by a norm of the block. Both are
-            computed in one call. If an addition is on both sides of an ``if``, one side suffices.
+        next_norms: By kind, the attribute of the norm that reads the sum next, in one of the sides of an ``if``.
 
     Raises:
         RoutingError: The method does not contain exactly the expected additions, or cannot be rebuilt.
@@ -188,17 +187,9 @@ def library_of(cls: type) -> str:
 
 
 def subclass_of(block: type, method: str, source: str, *, name: str, module: str) -> type:
-    """Return a subclass of a block class with another method.
+    """Return a subclass of a block class with another method, for example with :attr:`Route.source`.
 
-    Args:
-        block: The host.
-        method: Name of the method.
-        source: The source of the new method, see :attr:`Route.source`.
-        name: Name of the new class.
-        module: Module of the new class.
-
-    Raises:
-        RoutingError: The method cannot be rebuilt in a subclass.
+    ``name`` and ``module`` are those of the new class. A method that cannot be rebuilt raises a RoutingError.
     """
     filename = f"<{module}.{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -424,12 +415,7 @@ class _Norms:
     The sum must be assigned to a variable. The next statement that uses the variable, in the same list of statements,
     must call exactly one norm with it, unconditionally, and before any other operation on the variable: another order
     of operations can change the rounding of gradients. A plain copy ``y = x`` does not count as a use. The attribute's
-    name determines whether it is a norm. Nothing depends on the instance, so that all calls of a block are the same, as
-    activation checkpointing requires.
-
-    Args:
-        function: The method of the host.
-        calls: The calls of connections in the tree of the method.
+    name determines whether it is a norm. Nothing depends on the instance, as activation checkpointing requires.
     """
 
     def __init__(self, function: FunctionType, calls: Sequence[ast.Call]) -> None:

@@ -103,19 +103,14 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
                            f"the method that forward calls, {meant}")
     when = bypass_of_route(route(block, spec))
     if when:
-        raise RoutingError(f"{spec.name}: {spec.method} bypasses an addition if {when}: write each residual addition as "
-                           f"x + f, {meant}")
+        raise RoutingError(f"{spec.name}: {spec.method} bypasses an addition if {when}: write each residual addition "
+                           f"as x + f, {meant}")
 
 
 def not_residual(block: type, reason: str) -> type:
     """Declare that a class is not a residual block, although it adds two tensors that depend on its input.
 
-    Args:
-        block: The class.
-        reason: What the addition computes, for example ``"the sum of two encoders"``.
-
-    Returns:
-        The class.
+    ``reason`` describes the addition, for example ``"the sum of two encoders"``. The class is returned.
 
     Example:
         >>> import torch, timm_ortho

@@ -8,7 +8,7 @@ import copyreg
 import inspect
 import re
 from functools import cache
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from timm.models import is_notrace_module, register_notrace_module

@@ -41,24 +41,24 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         blip.BlipEncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer clip.CLIPEncoderLayer
         metaclip_2.MetaClip2EncoderLayer audio_spectrogram_transformer.ASTLayer""",
         "residual", _TRANSFORMER, _TOKENS),
-    *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
+    *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer pvt_v2.PvtV2BlockLayer",
+             "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("swin.SwinLayer", ("shortcut", "residual"), _TRANSFORMER, _TOKENS),
-    *_blocks("swinv2.Swinv2Layer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
-    *_blocks("donut/donut_swin.DonutSwinLayer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
+    *_blocks("swinv2.Swinv2Layer donut/donut_swin.DonutSwinLayer",
+             ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
     *_blocks("hiera.HieraLayer", ("hidden_states", "residual"), _TRANSFORMER, _TOKENS),
-    *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
     # in these layers the attention and the MLP have separate block classes
+    # the stream of mobilevit has the shape [B * pixels of a patch, patches, C]
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
-    *_blocks("yolos.YolosLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("videomae.VideoMAELayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput", "input_tensor", ("mlp",), _TOKENS),
-    # the stream has the shape [B * pixels of a patch, patches, C]
-    *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
+    *_blocks(
+        "yolos.YolosLayer videomae.VideoMAELayer mobilevit.MobileViTTransformerLayer perceiver.PerceiverAttention",
+        "hidden_states", ("attention",), _TOKENS),
+    *_blocks(
+        "cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput mobilevit.MobileViTOutput",
+        "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
-    *_blocks("perceiver.PerceiverAttention", "hidden_states", ("attention",), _TOKENS),
     # ------------------------------------------------------------------- transformers on feature maps, B C H W
     *_blocks("poolformer.PoolFormerLayer", "hidden_states", ("mixer", "mlp"), _NCHW),
     *_blocks("mobilevitv2.MobileViTV2TransformerLayer", "hidden_states", _TRANSFORMER, _NCHW),

@@ -21,7 +21,7 @@ The shares in the rows of :func:`record` are ratios of averages, because tokens 
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from timm.utils import unwrap_model
@@ -47,9 +47,11 @@ class SiteDynamics(NamedTuple):
     parallel: float
     orthogonal: float
     cosine: float
+    s: float
+    s_added: float
     cosines: Tuple[float, ...] = ()  # one for each group; empty without groups, or if no call was measured
-    s: float = math.nan
-    s_added: float = math.nan
+    rho: Optional[float] = None  # of a hybrid connection
+    theta: Optional[float] = None
 
 
 # ---------------------------------------------------------------------------------------- one measurement
@@ -129,8 +131,7 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     with _measuring(measured), evaluation(model), torch.no_grad():
         model(images)
     found = measured.dynamics()
-    return [found[index][0] if index in found else _of_site(site, *[math.nan] * 6)[0]
-            for index, site in enumerate(measured.sites)]
+    return [found.get(index, _of_site(site, [math.nan] * 6)) for index, site in enumerate(measured.sites)]
 
 
 @contextmanager
@@ -313,37 +314,28 @@ class _Pass:
         used = {blocks[index] for index in self.means}
         return [block for block in dict.fromkeys(blocks) if block not in used]
 
-    def dynamics(self) -> Dict[int, Tuple[SiteDynamics, List[float]]]:
-        """Return, by index of the site, the averages over the calls, and rho and theta, from one transfer."""
+    def dynamics(self) -> Dict[int, SiteDynamics]:
+        """Return the averages over the calls, by index of the site, from one transfer."""
         means = {index: torch.stack(calls).mean(0) for index, calls in self.means.items()}
         values = iter(torch.cat(list(means.values())).tolist() if means else ())
-        return {index: _of_site(self.sites[index], *(next(values) for _ in mean)) for index, mean in means.items()}
+        return {index: _of_site(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()}
 
     def rows(self) -> List[RecordedRow]:
-        return [self._row(site, *(learned or (None, None))) for site, learned in self.dynamics().values()]
+        return [self._row(site) for site in self.dynamics().values()]
 
-    def _row(self, site: SiteDynamics, rho: Optional[float], theta: Optional[float]) -> RecordedRow:
-        return {
-            "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
-            "stream": site.stream, "parallel": site.parallel, "orthogonal": site.orthogonal,
-            "parallel_share": _ratio(site.parallel, site.stream),
-            "orthogonal_share": _ratio(site.orthogonal, site.stream),
-            "cosine": site.cosine, "s": site.s, "s_added": site.s_added, "rho": rho, "theta": theta,
-            **({"cosines": list(site.cosines)} if site.cosines else {}),
-        }
+    def _row(self, site: SiteDynamics) -> RecordedRow:
+        row = {"step": self.step, **site._asdict(), "cosines": list(site.cosines)}
+        if not site.cosines:
+            del row["cosines"]
+        for part in ("parallel", "orthogonal"):
+            row[f"{part}_share"] = row[part] / site.stream if site.stream else math.nan
+        return row
 
 
-def _of_site(
-        site: Site, stream: float, parallel: float, orthogonal: float, cosine: float, s: float, s_added: float,
-        *rest: float,
-) -> Tuple[SiteDynamics, List[float]]:
-    groups = site.connection.groups if site.connection.groups > 1 else 0
-    place = site.layer, site.kind, site.name
-    return SiteDynamics(*place, stream, parallel, orthogonal, cosine, rest[:groups], s, s_added), list(rest[groups:])
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _of_site(site: Site, values: Sequence[float]) -> SiteDynamics:
+    end = 6 + site.connection.groups if site.connection.groups > 1 else 6
+    learned = values[end:] or (None, None)
+    return SiteDynamics._make([site.layer, site.kind, site.name, *values[:6], tuple(values[6:end]), *learned])
 
 
 # ------------------------------------------------------------------------------------------ wrapped models

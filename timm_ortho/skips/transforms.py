@@ -46,18 +46,7 @@ def plain_skip(
         x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int) -> Tensor:
     """Return ``P x`` in operations that TorchScript, FX and ``torch.export`` support.
 
-    Args:
-        x: Stream.
-        own, mean, branches: P = ``own`` I + ``mean`` P_MR with B branches, if ``matrices`` is empty.
-        matrices: Factors of the Kronecker product P.
-        dim: Channel axis.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``x``.
-
-    Example:
-        >>> plain_skip(torch.tensor([1.0, 2.0, 5.0, 6.0]), 0.0, 1.0, 2, [], -1)
-        tensor([3., 4., 3., 4.])
+    P is the Kronecker product of ``matrices`` or, if there are none, ``own`` I + ``mean`` P_MR with B ``branches``.
     """
     if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
         if has_torch_function_unary(x):  # FX records one call of this function
@@ -286,7 +275,7 @@ def create_skip(
 ) -> nn.Module:
     """Make a skip transform by name.
 
-    Arguments that the transform does not need are ignored, but all except ``dim`` and ``site`` are checked.
+    Arguments that the transform does not need are ignored.
 
     Args:
         skip: One of :data:`SKIPS`.

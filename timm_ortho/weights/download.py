@@ -43,8 +43,8 @@ def cached(hf_hub_id: str, filename: str, cache_dir: CacheDir = None) -> Optiona
 def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: bool = False) -> Path:
     """Return the local path of a file of a repository, and download the file if it is not cached.
 
-    If ``newest``, the file is requested from the Hub first, and a cached file is used if this fails. A file that is neither
-    in the cache nor on the Hub raises a WeightsError.
+    If ``newest``, the file is requested from the Hub first, and a cached file is used if this fails. A file that is
+    neither in the cache nor on the Hub raises a WeightsError.
     """
     repo_id, revision = split_revision(hf_hub_id)
     problem = f"hf-hub:{hf_hub_id}: {filename} cannot be downloaded from {constants.ENDPOINT}"

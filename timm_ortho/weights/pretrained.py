@@ -104,17 +104,11 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
 
 # --------------------------------------------------------------------------------------------- overview
 class Weights(NamedTuple):
-    """A set of weights.
+    """A set of weights."""
 
-    Attributes:
-        name: Model and tag, for ``timm.create_model``.
-        source: ``this package``, or ``hf-hub:`` and the repository.
-        file: Local path, in the package or in huggingface_hub's cache; None if the file is not downloaded.
-    """
-
-    name: str
-    source: str
-    file: Optional[Path]
+    name: str  # model and tag, for ``timm.create_model``
+    source: str  # ``this package``, or ``hf-hub:`` and the repository
+    file: Optional[Path]  # in the package or in huggingface_hub's cache; None if it is not downloaded
 
 
 def weights(name: str) -> Weights:
