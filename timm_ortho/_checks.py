@@ -24,11 +24,7 @@ def check_prob(prob: float) -> None:
 
 
 def check_count(name: str, value: Any, least: Optional[int] = 1) -> int:
-    """Return ``value`` as an int.
-
-    Raises:
-        ValueError: The value is not a whole number of at least ``least``. The message calls the value ``name``.
-    """
+    """Return ``value``, which messages call ``name``, as an int; raise ValueError unless it is at least ``least``."""
     try:
         number = operator.index(value)  # accepts NumPy integers
     except TypeError:
@@ -49,12 +45,9 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
-    """Check stream ``x`` and branch output ``f``, and return the axes over which ``f`` is projected onto ``x``.
+    """Check stream ``x``, branch output ``f`` and axes of the projection, and return the axes.
 
-    The axes are ``dims``, or all axes except the first if ``dims`` is None.
-
-    Raises:
-        ValueError: The tensors differ in shape or device or are not floating-point, or the axes are invalid.
+    ``dims=None`` means all axes except the first.
     """
     ndim = x.dim()
     axes = list(range(1, ndim)) if dims is None else dims
@@ -82,14 +75,10 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
 
 
 def check_new_name(kind: str, name: Any, make: Any, known: Any) -> None:
-    """Raise ValueError unless ``make`` can be registered as ``name``.
+    """Raise ValueError unless the class or function ``make`` can be registered under a new identifier.
 
-    Args:
-        kind: Noun for the message, for example ``connection``.
-        name: The name, which must be a Python identifier.
-        make: A class or function.
-        known: The class or function that has this name; None if the name is free. It may be ``make`` itself or, because
-            running a notebook cell again redefines a class, an object with the same module and qualified name.
+    ``known`` has this name so far, or None. It may be ``make`` itself or, because running a notebook cell again
+    redefines a class, an object with the same module and qualified name. Messages call the object a ``kind``.
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the name of a {kind} must be an identifier, got {name!r}")
@@ -99,18 +88,9 @@ def check_new_name(kind: str, name: Any, make: Any, known: Any) -> None:
 
 
 def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> str:
-    """Return ``name`` if it is one of ``known``.
-
-    Args:
-        kind: Noun for the message, for example ``backend``.
-        name: The name to check.
-        known: The allowed names.
-        hint: Text to append to the message.
-
-    Raises:
-        ValueError: The name is unknown. The message lists the known names and suggests the most similar one.
-    """
+    """Return ``name`` if it is one of ``known``. Otherwise raise ValueError with the known names, and then ``hint``."""
     if isinstance(name, str) and name in known:
         return name
-    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}"
+    shown = " ".join(repr(name).split())  # the repr of a module has several lines
+    raise ValueError(f"unknown {kind} {shown:.60}, known are {', '.join(map(repr, known))}"
                      f"{did_you_mean(name, known)}{hint}")

@@ -129,11 +129,6 @@ def observe(module: nn.Module, inputs: Tuple[Any, ...], options: Dict[str, Any],
         observer(module, inputs, options, output)
 
 
-def compiled_model(module: nn.Module) -> Optional[nn.Module]:
-    """Return the model that ``torch.compile(model)`` wrapped; None for other modules."""
-    return module._modules.get("_orig_mod")
-
-
 def all_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
     """Return a module's children by name. ``module.named_children()`` would omit None and repeated modules."""
     return module._modules.items()

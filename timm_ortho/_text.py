@@ -19,22 +19,13 @@ class UserError(Exception):
 
 
 def did_you_mean(name: Any, known: Iterable[Any], count: int = 1, listed: bool = False) -> str:
-    """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
+    """Return text to append to a message about an unknown name: up to ``count`` similar known names, or "".
 
-    Similar words in ``_OTHER_WORDS`` count as the names that they replace.
+    If none is similar and ``listed`` is true, the text lists up to twelve known names. Words in ``_OTHER_WORDS`` count
+    as the names that they replace.
 
-    Args:
-        name: The unknown name.
-        known: The known names.
-        count: Maximum number of names in the text.
-        listed: List all known names if none is similar, unless there are more than twelve.
-
-    >>> did_you_mean("vit_smal", ["vit_small", "vit_base"])
-    "; did you mean 'vit_small'?"
-    >>> did_you_mean("learning_rat", ["lr", "lr_base"])
-    "; did you mean 'lr'?"
-    >>> did_you_mean("nosuch", ["vit_small", "vit_base"], listed=True)
-    '; known are vit_small, vit_base'
+    >>> did_you_mean("vit_smal", ["vit_small", "vit_base"]), did_you_mean("learning_rat", ["lr", "lr_base"])
+    ("; did you mean 'vit_small'?", "; did you mean 'lr'?")
     """
     names = {str(each): str(each) for each in known}
     words = {**{word: meant for word, meant in _OTHER_WORDS.items() if meant in names}, **names}
@@ -45,12 +36,7 @@ def did_you_mean(name: Any, known: Iterable[Any], count: int = 1, listed: bool =
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
-    """Return rows of cells as lines with aligned columns.
-
-    Args:
-        rows: Cells of each row.
-        sides: ``<`` or ``>`` for each column: flush left or flush right. All columns are flush left by default.
-    """
+    """Return rows of cells as lines with aligned columns. ``sides`` has ``<`` (default) or ``>`` for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = sides or "<" * len(widths)
     return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()

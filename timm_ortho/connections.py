@@ -1,20 +1,11 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
-Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
-of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. The classes have the formulas of y.
+The projection of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x. A connection determines the
+weights a and b in y = P x + a f_par + b f_orth, which :mod:`timm_ortho.functional` computes. P is a transform of the
+stream (:mod:`timm_ortho.skips`), by default the identity; with a transform, f is projected onto P x.
 
-:mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add your own connection,
-subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for the class with
-:func:`register_connection`.
-
-Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
-
-Padding: ``global`` excludes padding (:func:`real_tokens`). The projections of ``feature`` and ``hybrid`` cover one
-token each and need no mask.
-
-Skip transforms: the attribute ``skip`` can contain a transform P of the stream (:mod:`timm_ortho.skips`). The
-connection then uses P x in place of x: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to
-P x. The class of the connection determines the weights a and b.
+Blocks pass their attention mask on: ``forward(x, f, attn_mask=mask)``. ``global`` excludes padding, see
+:func:`real_tokens`. The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
 """
 import inspect
 import math
@@ -75,7 +66,7 @@ class Connection(nn.Module):
 
     Attributes:
         dim: Channel axis of the stream.
-        eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
+        eps: Added to |x|^2.
         dims: Axes over which one projection sums; None for all axes but the first, the batch axis.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
         keep: Tensor that autograd saves, ``output`` or ``branch``, see :func:`timm_ortho.functional.residual_update`.
@@ -103,16 +94,6 @@ class Connection(nn.Module):
     site = NO_SITE
     __jit_unused_properties__ = ("name",)
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if "forward" in vars(cls):
-            signature = inspect.signature(cls.forward)
-            try:
-                signature.bind(None, x=None, f=None, attn_mask=None)
-            except TypeError as error:
-                raise ValueError(f"{cls.__name__}.forward must accept (self, x, f, attn_mask=None), got {signature}: "
-                                 f"{error}") from None
-
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
         check_eps(eps)
@@ -126,11 +107,7 @@ class Connection(nn.Module):
 
     @property
     def name(self) -> str:
-        """Name in :data:`CONNECTIONS`.
-
-        Connections that are not registered have the name of their class or function, or ``module.Name`` if a registered
-        connection has this name.
-        """
+        """Name in :data:`CONNECTIONS`, or of the class or function, see :func:`name_of`."""
         return self.site.name or name_of(type(self))
 
     def carried(self, x: Tensor) -> Tensor:
@@ -139,10 +116,7 @@ class Connection(nn.Module):
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """Return ``P x + parallel f_par + orthogonal f_orth``, in eager mode or in TorchScript.
-
-        The weights are floats or 0-d tensors.
-        """
+        """Return ``P x + parallel f_par + orthogonal f_orth``. The weights are floats or 0-d tensors."""
         if not torch.jit.is_scripting():
             if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, which few models need
                 self.refuse_causal()
@@ -184,11 +158,7 @@ class Connection(nn.Module):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        """Return the sum y = self(x, f) and norm(y).
-
-        Blocks call this method if a norm reads the sum next. On CUDA, ``feature`` computes both in one kernel, see
-        :mod:`timm_ortho.update.norm`.
-        """
+        """Return y = self(x, f) and norm(y). On CUDA, ``feature`` computes both in one kernel."""
         y = self(x, f, attn_mask=attn_mask)
         return y, norm(y)
 
@@ -197,16 +167,12 @@ class Connection(nn.Module):
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
-    """Return which tokens are real and not padding.
-
-    A token is real if the mask lets any token attend to it, including itself. Shapes have the meaning that they have in
-    ``scaled_dot_product_attention``.
+    """Return which tokens are real and not padding: those to which the mask lets any token attend.
 
     Args:
-        attn_mask: Mask of self-attention, ``[N or 1, N]``, ``[heads or 1, N or 1, N]``,
-            ``[B or 1, heads or 1, N or 1, N]`` or a ``BlockMask`` of flex attention. In a boolean mask, True allows
-            attention; ``nn.MultiheadAttention`` has the opposite meaning. A floating-point mask is added to the scores:
-            values of -1000 or less forbid attention.
+        attn_mask: Mask of self-attention as in ``scaled_dot_product_attention``, ``[N or 1, N]``,
+            ``[heads or 1, N or 1, N]``, ``[B or 1, heads or 1, N or 1, N]`` or a ``BlockMask`` of flex attention. In a
+            boolean mask, True allows attention; in a floating-point mask, values of -1000 or less forbid it.
         x: Stream, ``[B, N, C]``.
 
     Returns:
@@ -343,7 +309,7 @@ def create_connection(
         raise ValueError(f"connection {name_of(connection)!r}: {error}; known arguments are "
                          f"{', '.join(map(repr, arguments_of(connection)))}") from error
     if not isinstance(made, Connection) or "eps" not in vars(made):
-        raise ValueError(f"{_class_name(make)} must return a timm_ortho.Connection whose constructor calls "
+        raise ValueError(f"{name_of(make)} must return a timm_ortho.Connection whose constructor calls "
                          f"super().__init__(dim, eps), got {type(made).__name__}")
     cls = cast(type, type(made))
     if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
@@ -352,23 +318,22 @@ def create_connection(
     return made
 
 
-def _class_name(make: Any) -> str:
-    return getattr(make, "__name__", type(make).__name__)
-
-
 def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
-    """Return the registered name of a class or function. If it has none, return a name that is not registered."""
+    """Return the registered name of a connection, or else the name of its class or function.
+
+    A name that another connection has registered is preceded by the module.
+    """
     if isinstance(connection, str):
         return known_connection(connection)
     for name, registered in CONNECTIONS.items():
         if registered is connection:
             return name
-    name = _class_name(connection)
+    name = getattr(connection, "__name__", type(connection).__name__)
     return f"{connection.__module__}.{name}" if name in CONNECTIONS else name
 
 
 def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str, Any]:
-    """Return the arguments of a connection's constructor and their defaults, except arguments that ``connect`` sets.
+    """Return the arguments of a connection's constructor and their defaults, except those that ``connect`` sets.
 
     >>> arguments_of("global")
     {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}
@@ -378,13 +343,12 @@ def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str,
     """
     make = _registered(connection)
     if isinstance(make, nn.Module) or not callable(make):
-        shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
-        raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
+        raise ValueError("connection must be a name, a class or a function that returns a connection, got an instance "
+                         f"of {type(make).__name__}")
     parameters = _parameters(make)
-    missing = [name for name in ("dim", "eps") if name not in parameters]
-    if missing and not takes_any(make):
-        raise ValueError(f"{_class_name(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
-                         f"{', '.join(missing)}")
+    if not ({"dim", "eps"} <= parameters.keys() or takes_any(make)):
+        raise ValueError(f"{name_of(make)} must accept dim and eps as timm_ortho.Connection does, got "
+                         f"({', '.join(parameters)})")
     return {name: parameter.default for name, parameter in parameters.items() if name not in _SET_BY_CONNECT}
 
 
@@ -453,7 +417,7 @@ class FeatureConnection(Connection):
     Args:
         dim: Channel axis.
         eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
+        prob: Probability pi of the orthogonal form, instead of the linear form, in each call in training. In
             evaluation, the parallel part has its mean weight, 1 - pi.
         keep: See :func:`timm_ortho.functional.residual_update`.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
@@ -538,13 +502,10 @@ class HybridConnection(Connection):
     pass ignores the clamp, so that an optimizer can move such values back.
 
     Args:
-        dim: Channel axis.
-        eps: Added to |x|^2.
+        dim, eps, keep: See :class:`FeatureConnection`.
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
         device, dtype: Device and dtype of rho and theta.
-        groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
-            theta.
-        keep: See :func:`timm_ortho.functional.residual_update`.
+        groups: See :class:`FeatureConnection`. All groups share rho and theta.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")

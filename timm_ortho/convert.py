@@ -25,12 +25,10 @@ from ._checks import known_name
 from ._compat import is_sharded, takes_source_arguments
 from .blocks import (
     LIBRARIES,
-    branch_first,
-    has_source,
     host_class,
     is_residual,
     library_of,
-    reached,
+    route,
     routed_class,
     written_class,
 )
@@ -252,8 +250,7 @@ def _differing(connection: Union[str, Callable[..., Connection]], /, **arguments
 def _blocks(model: nn.Module) -> list[Block]:
     """Return the blocks that execute at least one residual addition in the model's configuration.
 
-    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
-    therefore does not count as unsupported.
+    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch.
     """
     found = find_modules(model)
     try:
@@ -283,13 +280,9 @@ def _unsupported(model: nn.Module, blocks: list[Block], unsupported: dict[str, t
                "register_block: method=NAME)")
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
-                   f"not supported: {', '.join(unsupported) or 'none'}")
-        unread = [name for name, cls in unsupported.items() if not has_source(cls)]
-        if unread:
-            problem += f". The source of {', '.join(unread)} cannot be read: define the class in a file"
-    if supported and unsupported:
-        problem += (". If the class that is not supported belongs to another part of the model, such as a decoder, a "
-                    "head or a loss, connect the part with the blocks: timm_ortho.connect(model.encoder, ...)")
+                   f"not supported: {', '.join(unsupported) or 'none'}. If such a class belongs to another part of the "
+                   "model, such as a decoder, a head or a loss, connect the part with the blocks: "
+                   "timm_ortho.connect(model.encoder, ...)")
     return UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
         "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
@@ -300,11 +293,11 @@ def _additions(block: FoundModule) -> dict[str, Addition]:
     """Return the additions of a block for which its class or its own code has connections, by attribute."""
     additions = _own_additions(block)
     module, spec = block.module, block.spec
-    kinds = reached(module, spec) if spec else ()
-    if spec and kinds:
-        dims, first = spec.dims(module), branch_first(host_class(module), spec)
+    if spec:
+        found, dims = route(host_class(module), spec), spec.dims(module)
         site = SiteSpec(routed=True, tokens_apart=spec.tokens_apart, in_place=spec.keep == "branch")
-        additions.update({spec.sites[kind]: Addition(kind, dims[kind], first[kind], site) for kind in kinds})
+        additions.update({spec.sites[kind]: Addition(kind, dims[kind], found.branch_first[kind], site)
+                          for kind in found.reached(module)})
     for name, addition in additions.items():
         present = getattr(module, name, None)
         if present is not None and present is not block.connections.get(name, present):
@@ -412,12 +405,11 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
                 "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes "
                 "its parameters. Connect first, then wrap or shard the model")
         whole = next((each for each in connections.values() if each.dims is None), None)
-        if whole and spec and (spec.causal or spec.text):
+        if whole and spec and spec.causal:
             raise ValueError(
                 f"connection {whole.name!r} has one projection for all tokens of a sample, but "
-                f"{block.name or 'the model'} is a {'causal' if spec.causal else 'language model' + chr(39) + 's'} "
-                f"{type(module).__name__}: use 'feature' or 'hybrid', or restrict layers to other blocks. The model is "
-                "unchanged.")
+                f"{block.name or 'the model'} is a {type(module).__name__}, a block of a causal or language model: use "
+                "'feature' or 'hybrid', or restrict layers to other blocks. The model is unchanged.")
 
 
 # ------------------------------------------------------------------------------------------------------ the change
@@ -460,8 +452,7 @@ def _listed(replaced: Any, names: set[str]) -> set[str]:
 def _record_for_timm(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Store the variant of each timm model in ``model`` where ``save_for_hf`` reads it; yield what cannot be stored.
 
-    timm reads the architecture in ``pretrained_cfg``, and from release 1.0.31 on its arguments in ``_model_args``. If
-    no arguments describe the connections, ``_model_args`` gets a value that timm refuses to save.
+    If no arguments describe the connections, ``_model_args`` gets a value that timm refuses to save.
     """
     whole: set[nn.Module] = set()
     for module in model.modules():
@@ -518,9 +509,8 @@ def _is_default(architecture: str, arguments: dict[str, Any]) -> bool:
 def _record_for_transformers(model: nn.Module) -> Iterator[str]:
     """Store the arguments in ``config.timm_ortho`` of transformers' models; yield what cannot be stored.
 
-    ``save_pretrained`` writes the config. ``from_pretrained`` does not connect the model. Call
-    ``timm_ortho.connect(model, **model.config.timm_ortho)`` after it. The config is copied before it is changed,
-    because another model may share the object.
+    The user calls ``timm_ortho.connect(model, **model.config.timm_ortho)`` after ``from_pretrained``. The config is
+    copied before it is changed, because another model may share it.
     """
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     copies: dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
@@ -562,11 +552,7 @@ def suffix_of(name: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """Return a name without the suffix of a variant.
-
-    >>> base_name("vit_small_orthog"), base_name("vit_small")
-    ('vit_small', 'vit_small')
-    """
+    """Return a name without the suffix of a variant."""
     return name.removesuffix(suffix_of(name))
 
 
@@ -599,11 +585,7 @@ def is_variant_argument(name: str) -> bool:
 
 
 def variant_arguments(connection: str) -> dict[str, Any]:
-    """Return the arguments of variants with a connection, and their defaults.
-
-    >>> variant_arguments("linear")["connection_eps"]
-    1e-06
-    """
+    """Return the arguments of variants with a connection, and their defaults."""
     return {variant_argument(name): value for name, value in (*_DEFAULTS.items(), *arguments_of(connection).items())}
 
 
@@ -624,12 +606,7 @@ def pop_connect_arguments(kwargs: dict[str, Any], connection: str) -> dict[str, 
     >>> pop_connect_arguments(kwargs, "feature"), kwargs
     ({'connection': 'feature', 'prob': 0.5}, {'num_classes': 5})
 
-    Args:
-        kwargs: Arguments of a variant; changed in place.
-        connection: The default connection.
-
-    Raises:
-        ValueError: The connection is unknown, or an argument that begins with ``connection`` or ``skip_`` is unknown.
+    An unknown connection, or an unknown argument that begins with ``connection`` or ``skip_``, raises a ValueError.
     """
     connection = known_connection(kwargs.pop("connection", connection))
     known = variant_arguments(connection)

@@ -114,10 +114,6 @@ def sites(model: nn.Module) -> list[Site]:
         0 attention blocks.0.connection_attention FeatureConnection(dim=-1, eps=1e-06)
         0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
     """
-    return _sites(model)
-
-
-def _sites(model: nn.Module) -> list[Site]:
     connected = [each for each in find_modules(model) if each.connections]
     unused = {each.name: code for each in connected for name in each.connections if (code := _code_without(each, name))}
     if unused:
@@ -126,18 +122,13 @@ def _sites(model: nn.Module) -> list[Site]:
             f"class or forward was replaced after connect, and the new code does not call connections: "
             f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
             "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
-            stacklevel=3)
+            stacklevel=2)
+    names = {module: name for name, module in model.named_modules()}
     layers = layers_of(each.layer for each in connected)
     return [
-        Site(layer, attribute.removeprefix("connection_"),
-             ".".join(filter(None, (each.name, attribute, _path(each.module.get_submodule(attribute), connection)))),
-             connection)
+        Site(layer, attribute.removeprefix("connection_"), names[connection], connection)
         for layer, each in zip(layers, connected, strict=True) for attribute, connection in each.connections.items()
     ]
-
-
-def _path(wrapper: nn.Module, connection: Connection) -> str:
-    return next(name for name, module in wrapper.named_modules() if module is connection)
 
 
 def _code_without(block: FoundModule, attribute: str) -> str:
@@ -198,7 +189,7 @@ def connection_arguments(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: The sites are not all sites of one call of ``connect``, or the connection is not registered.
     """
-    connections = [site.connection for site in _sites(model)]
+    connections = [site.connection for site in sites(model)]
     if all(made.name == "linear" and not made.site.arguments for made in connections):
         return {}
     specs = [made.site for made in connections]

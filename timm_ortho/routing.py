@@ -1,7 +1,6 @@
 """Derive routed subclasses: block classes whose residual additions are calls of connection modules.
 
-timm's residual blocks have one thing in common: ``forward`` contains ``x + something``. A routed subclass has the same
-``forward`` as the block class (the host), except that these additions are calls::
+A routed subclass has the same ``forward`` as the block class (the host), except that its additions are calls::
 
     x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
     x = self.connection_attention(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
@@ -17,10 +16,8 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
     x = self.connection_mlp(x, self.mlp(normed))
 
-A method with an argument ``is_causal`` begins with a check: if the argument is True, connections with one projection
-for all tokens raise an error.
-
-TorchScript cannot pass a module. In the last example, the subclass therefore also contains the two plain calls, after
+A method with an argument ``is_causal`` begins with a check: if it is True, ``global`` raises an error.
+TorchScript cannot pass a module: in the last example, the subclass also has the two plain calls, after
 ``if torch.jit.is_scripting():``.
 
 A subclass is built once per host, from the source of the installed release. The host itself does not change. The
@@ -68,11 +65,6 @@ def syntax_tree(function: FunctionType) -> ast.Module:
 
     Raises:
         OSError: The source cannot be found, or ``exec`` defined the function. The message is the advice.
-
-    Example:
-        >>> import timm
-        >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
-        '    shortcut = x'
     """
     # Code from exec has the file name <string>, as has the program of ``python -c``. In Python 3.13, ``inspect`` would
     # return the text of this program.
@@ -102,10 +94,9 @@ class Route:
         method: Name of the method.
 
     Attributes:
-        source: The source of the method with calls of connections, for :func:`subclass_of`.
+        source: The source of the method with calls of connections.
         branch_first: By kind, whether the stream is the right summand of the addition.
-        next_norms: Attribute of the norm, for each kind whose sum is next read by a norm of the block. Both are
-            computed in one call. If an addition is on both sides of an ``if``, one side suffices.
+        next_norms: By kind, the attribute of the norm that reads the sum next, in one of the sides of an ``if``.
 
     Raises:
         RoutingError: The method does not contain exactly the expected additions, or cannot be rebuilt.
@@ -190,29 +181,15 @@ def is_own(cls: type) -> bool:
 
 
 def library_of(cls: type) -> str:
-    """Return the library of a class with its version, for error messages.
-
-    Example:
-        >>> import timm
-        >>> library_of(timm.models.vision_transformer.Block) == f"timm {timm.__version__}"
-        True
-    """
+    """Return the library of a class with its version, for error messages."""
     library = cls.__module__.partition(".")[0]
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def subclass_of(block: type, method: str, source: str, *, name: str, module: str) -> type:
-    """Return a subclass of a block class with another method.
+    """Return a subclass of a block class with another method, for example with :attr:`Route.source`.
 
-    Args:
-        block: The host.
-        method: Name of the method.
-        source: The source of the new method, see :attr:`Route.source`.
-        name: Name of the new class.
-        module: Module of the new class.
-
-    Raises:
-        RoutingError: The method cannot be rebuilt in a subclass.
+    ``name`` and ``module`` are those of the new class. A method that cannot be rebuilt raises a RoutingError.
     """
     filename = f"<{module}.{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -438,12 +415,7 @@ class _Norms:
     The sum must be assigned to a variable. The next statement that uses the variable, in the same list of statements,
     must call exactly one norm with it, unconditionally, and before any other operation on the variable: another order
     of operations can change the rounding of gradients. A plain copy ``y = x`` does not count as a use. The attribute's
-    name determines whether it is a norm. Nothing depends on the instance, so that all calls of a block are the same, as
-    activation checkpointing requires.
-
-    Args:
-        function: The method of the host.
-        calls: The calls of connections in the tree of the method.
+    name determines whether it is a norm. Nothing depends on the instance, as activation checkpointing requires.
     """
 
     def __init__(self, function: FunctionType, calls: Sequence[ast.Call]) -> None:

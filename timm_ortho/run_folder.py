@@ -134,8 +134,7 @@ class RunFile:
         job: The Slurm job that was submitted last.
         sessions: For each process that trained the run: versions, machine, command, begin, end and error.
         result: The metrics of the finished run, None before.
-        comparison: The numbers that need other runs: the `top1` of each seed, the `split` of the images, and the
-            `rows` of the table of `timm-ortho compare`.
+        comparison: Numbers of all seeds, and the rows of the table of `timm-ortho compare`.
     """
 
     plan: Mapping[str, Any]
@@ -218,12 +217,7 @@ class CardValues:
 
 def card_values(
         result: Mapping[str, Any], made_with: Mapping[str, Any], comparison: Optional[Mapping] = None) -> CardValues:
-    """Return the values of a run's model card.
-
-    Args:
-        result, comparison: See `RunFile`.
-        made_with: See `RunFile.made_with`.
-    """
+    """Return the values of a run's model card. The arguments are attributes of `RunFile`."""
     made = {key: value for key, value in made_with.items() if key not in PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if sessions:  # only the count: each session has its own host, process and command
@@ -253,19 +247,9 @@ def read_options(folder: Path) -> dict[str, Any]:
 def read_history(folder: Path, finished: bool = False) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
-    If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows of this epoch and of later epochs. A last row without a newline is incomplete
-    and is skipped.
-
-    Args:
-        folder: Folder of the run.
-        finished: Whether an incomplete row is an error, because nothing will complete it.
-
-    Returns:
-        A dict for each epoch, empty if there is no file.
-
-    Raises:
-        UserError: The file is damaged.
+    If `train.py` starts again, it appends a header and rows. A row for an epoch replaces all previous rows of this
+    epoch and of later epochs. An incomplete last row is skipped, or an error if the run is `finished`. A damaged file
+    raises a UserError. Without a file, the list is empty.
     """
     path = folder / SUMMARY
     history: list[dict] = []
@@ -287,11 +271,7 @@ def read_history(folder: Path, finished: bool = False) -> list[dict]:
 
 
 def json_lines(text: str) -> list[dict]:
-    """Return the rows of a text in JSON Lines format. A last line without a newline is incomplete and is skipped.
-
-    >>> json_lines('{"epoch": 0}\\n{"epo')
-    [{'epoch': 0}]
-    """
+    """Return the rows of a text in JSON Lines format. A last line without a newline is incomplete and is skipped."""
     return [json.loads(line) for line in whole_lines(text).splitlines()]
 
 
@@ -328,12 +308,8 @@ def own_modules(modules: Modules) -> list[str]:
 def check_modules(options: Mapping[str, Any], source: str) -> None:
     """Raise a UserError if options of timm's `train.py` name modules that the user has not chosen.
 
-    Their code would run, and another person may have written the options, for example in a run's folder. Modules of
-    this package are imported.
-
-    Args:
-        options: timm's options by name.
-        source: The file or folder of the options, for the message.
+    Their code would run, and another person may have written the options. Modules of this package are imported.
+    `source` is the file or folder of the options, for the message.
     """
     modules = options.get("device_modules")
     for module in own_modules(modules):
@@ -355,11 +331,7 @@ TORCH_FOLDERS = {
 
 
 def is_local(dataset: str) -> bool:
-    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked.
-
-    >>> is_local("torch/mnist"), is_local("torch/imagenet"), is_local("hfds/mnist")
-    (True, False, False)
-    """
+    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked."""
     kind, _, name = dataset.lower().partition("/")
     if kind == "torch":
         return name in (*TORCH_FOLDERS, "image_folder", "folder")
@@ -507,11 +479,9 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
 
 def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
-    """Create the model that timm's options describe. The option `model_kwargs` is not used: pass its values.
+    """Create the model that timm's options describe.
 
-    Args:
-        options: timm's options by name.
-        kwargs: Further arguments of the model. Arguments that an option sets, such as `pretrained`, are a TypeError.
+    Pass the option `model_kwargs` as `kwargs`. In them, arguments that an option sets are a TypeError.
     """
     size = options.get("input_size")
     overlay: dict[str, Any] = {}
@@ -547,12 +517,7 @@ def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]
 
 # -------------------------------------------------------------------------------------------- the files
 def _checkpoint_file(path: Path, stage: str) -> Path:
-    """Return the checkpoint at a path. For a run's folder, return its last checkpoint, or else its best.
-
-    Args:
-        path: A checkpoint, or the folder of a run.
-        stage: Folder of the last stage, relative to the run's folder.
-    """
+    """Return a checkpoint, or the last or else the best one of a run's folder, in the folder of its last stage."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -599,11 +564,7 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
 
 # ------------------------------------------------------------------------------------------ provenance
 def made_with() -> dict[str, str]:
-    """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout.
-
-    >>> sorted(made_with())[-3:]
-    ['timm', 'timm-ortho', 'torch']
-    """
+    """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout."""
     from . import __version__
 
     commit = commit_of(Path(__file__).parents[1])
@@ -613,9 +574,12 @@ def made_with() -> dict[str, str]:
 
 def made_on() -> dict[str, str]:
     """Return the values of `made_with`, and the machine: host, CPU, GPUs and their driver."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": _first_line(
-        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}
+    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": _gpu_names(), "driver": driver}
+
+
+def _gpu_names() -> str:
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
 def environment() -> dict[str, str]:
@@ -627,14 +591,13 @@ def environment() -> dict[str, str]:
             return "not installed"
 
     packages = ["timm-ortho", "timm", "torch", "torchvision", "triton", "huggingface-hub", "safetensors"]
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    device = "cuda" if gpus else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         **{package: version(package) for package in packages},
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "cpu": device_name(torch.device("cpu")),
-        "gpu": ", ".join(gpus) or "none",
+        "gpu": _gpu_names() or "none",
         "cuda": torch.version.cuda or torch.version.hip or "none",
         "device": device,
         "backend": _backend(device),
@@ -653,10 +616,7 @@ def _backend(device: str) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders.
-
-    New files count as changes, unless git ignores them: a new recipe or study may affect the result.
-    """
+    """Return the commit of the checkout in a folder, with `-dirty` if it has changes or new files, or ""."""
     if not (root / ".git").exists():  # git would search the parent folders
         return ""
     commit = _first_line("git", "-C", str(root), "rev-parse", "HEAD")

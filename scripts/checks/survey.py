@@ -18,7 +18,7 @@ import torch
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
-from timm_ortho.blocks import next_norms, spec_of
+from timm_ortho.blocks import host_class, route, spec_of
 from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 
@@ -59,8 +59,9 @@ def survey(module: str) -> dict:
         except UnsupportedModelError as error:
             left_out[name] = reason(model, error)
         else:
-            following = [getattr(block, norm) for block in model.modules() if (spec := spec_of(block))
-                         for norm in next_norms(block, spec).values()]
+            routes = [(block, route(host_class(block), spec)) for block in model.modules() if (spec := spec_of(block))]
+            following = [getattr(block, norm) for block, found in routes for kind, norm in found.next_norms.items()
+                         if kind in found.reached(block)]
             if count := sum(not isinstance(norm, torch.nn.Identity) for norm in following):
                 before_norm[name] = count
     return {"covered": covered, "left_out": left_out, "before_norm": before_norm}

@@ -18,7 +18,7 @@ from helpers.text_models import TEXT, made as text_model
 from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
-from timm_ortho.blocks import reached, spec_of, specs
+from timm_ortho.blocks import routed, spec_of, specs
 from timm_ortho.blocks.lookup import SPECS
 from timm_ortho.models import coverage
 
@@ -74,7 +74,7 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
         assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
     supported = scopes(host)
     if "global" not in supported:
-        with pytest.raises(ValueError, match=r"but \S+ is a language model's \w+: use 'feature'"):
+        with pytest.raises(ValueError, match=r"but \S+ is a \w+, a block of a causal or language model: use"):
             connect(host, "global")
     for scope in supported:
         model = connect(copy.deepcopy(host), scope)
@@ -136,7 +136,7 @@ def test_every_row_of_a_table_has_a_model(library):
     if library == "transformers":
         models += [text_model(name) for name in TEXT]  # test_text_models.py tests these
     covered = {spec.name for model in models for module in model.modules()
-               if (spec := spec_of(module)) and reached(module, spec)}
+               if (spec := spec_of(module)) and routed.route(routed.host_class(module), spec).reached(module)}
     without = {spec.name for spec in specs(library) if host(spec)} - covered
     assert without == set(), "each row needs a model in tests/helpers"
 

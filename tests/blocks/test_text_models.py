@@ -106,8 +106,9 @@ def test_global_is_refused(name, connection):
     assert [type(module) for module in model.modules()] == classes
 
 
-REFUSED = (r"^connection '(global|Own)' has one projection for all tokens of a sample, but \S+ is a language model's "
-           r"\w+: use 'feature' or 'hybrid', or restrict layers to other blocks\. The model is unchanged\.$")
+REFUSED = (r"^connection '(global|Own)' has one projection for all tokens of a sample, but \S+ is a \w+, a block of a "
+           r"causal or language model: use 'feature' or 'hybrid', or restrict layers to other blocks\. The model is "
+           r"unchanged\.$")
 
 
 def test_the_image_encoder_of_a_vision_language_model_may_have_global():
@@ -137,7 +138,7 @@ def test_a_block_that_is_registered_as_causal(restored, causal):
     register_block(Decoder, stream="x", kinds=["mlp"], causal=causal)
     model = nn.Sequential(Decoder())
     if causal:
-        with pytest.raises(ValueError, match="0 is a causal Decoder: use 'feature' or 'hybrid', or restrict layers"):
+        with pytest.raises(ValueError, match="0 is a Decoder, a block of a causal or language model: use 'feature'"):
             connect(model, "global")
         assert type(model[0]) is Decoder
     else:

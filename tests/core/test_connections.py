@@ -152,7 +152,7 @@ def test_weights_with_axes_are_refused(a, b, message):
     ({"connection": "feature", "eps": None}, "eps must be in [2**-126, 2**127], got None"),
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
     ({"connection": ["global"]},
-     "connection must be a name, a class or a function that returns a connection, got ['global']"),
+     "connection must be a name, a class or a function that returns a connection, got an instance of list"),
     ({"connection": "feature", "groups": 0}, "groups must be a whole number of at least 1, got 0"),
     ({"connection": "feature", "groups": "heads"}, "groups must be a whole number of at least 1, got 'heads'"),
     ({"connection": "global", "groups": 2}, not_taken("global", "groups")),

@@ -530,7 +530,7 @@ class WithLoss(nn.Module):
 def test_a_wrapper_that_adds_something_is_refused_and_its_part_is_connected():
     model = WithLoss()
     message = str(unchanged(model, "feature"))
-    assert "not supported: test_convert.WithLoss. If the class that is not supported belongs to another" in message
+    assert "not supported: test_convert.WithLoss. If such a class belongs to another" in message
     assert "connect the part with the blocks: timm_ortho.connect(model.encoder, ...). timm-ortho list" in message
     connect(model.encoder, "feature")
     assert next(site.name for site in sites(model)) == "encoder.blocks.0.connection_attention"

@@ -21,8 +21,8 @@ from timm_ortho.diagnostics import record_dynamics
 from timm_ortho.functional import use_backend
 from timm_ortho.update import backend
 
-COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
-           "cosine", "s", "s_added", "rho", "theta"]
+COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "cosine", "s", "s_added", "rho",
+           "theta", "parallel_share", "orthogonal_share"]
 
 
 def vit(connection="feature", **arguments):

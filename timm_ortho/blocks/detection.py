@@ -15,14 +15,12 @@ def looks_residual(cls: type) -> bool:
     """Return whether a class looks like a residual block.
 
     A residual block adds two tensors that are both computed from its inputs. The addition is ``+``, ``+=`` or a call of
-    ``add``, ``add_`` or ``add_relu``, such as ``torch.add(x, f)`` or ``x.add(f)``. Every tensor argument counts as an
-    input, because ``BertOutput`` gets branch and stream as two arguments. Masks, embeddings of positions and token
-    types, and losses do not count if their names show this. Sums of lists or tuples do not count either.
+    ``add``, ``add_`` or ``add_relu``. Every tensor argument counts as an input, because ``BertOutput`` gets branch and
+    stream as two arguments. Masks, embeddings of positions and token types, and losses do not count if their names show
+    this. Sums of lists or tuples do not count either.
 
-    The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
-    call :func:`timm_ortho.not_residual`. If the source cannot be read, any addition counts. The rule does not detect
-    sums outside ``forward``, calls of ``sum``, or sums in a ``forward`` whose decorator does not use
-    ``functools.wraps``.
+    The rule prefers false positives, because a missed block would leave a model partly converted. If the source cannot
+    be read, any addition counts.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
@@ -40,11 +38,6 @@ def looks_residual(cls: type) -> bool:
 def calls_forward_of_base(cls: type) -> bool:
     """Return whether the ``forward`` of a class calls ``super().forward`` and so contains the base's additions."""
     return names_in(_code_of(cls)) >= {"super", "forward"}
-
-
-def has_source(cls: type) -> bool:
-    """Return whether the source of ``forward`` can be read."""
-    return _forward_of(cls) is not None
 
 
 def _code_of(cls: type) -> Optional[CodeType]:

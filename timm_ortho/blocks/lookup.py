@@ -45,10 +45,5 @@ def _function(cls: type, name: str) -> Any:
 
 
 def specs(library: str) -> Tuple[BlockSpec, ...]:
-    """Return the specs of a library, given the name of its package.
-
-    Example:
-        >>> specs("torchvision")[0].name
-        'torchvision.models.vision_transformer.EncoderBlock'
-    """
+    """Return the specs of a library, given the name of its package."""
     return tuple(spec for name, spec in SPECS.items() if name.partition(".")[0] == library)

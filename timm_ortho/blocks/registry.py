@@ -8,7 +8,7 @@ from torch import nn
 from .._bytecode import uses
 from ..routing import RoutingError, variables_of
 from . import lookup
-from .bypass import bypass_of, bypass_of_route
+from .bypass import bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec
@@ -55,7 +55,7 @@ def register_block(block: type, *, mask: Optional[str] = None, bypass: bool = Fa
         ['0.connection_mlp', '1.connection_mlp']
     """
     if not (isinstance(block, type) and issubclass(block, nn.Module)):
-        raise TypeError(f"block must be a class of torch.nn.Module, got {_shown(block)}")
+        raise TypeError(f"block must be a class of torch.nn.Module, got {type(block).__name__}")
     name = lookup.class_name(block)
     spec = BlockSpec(name, mask=mask or "", **fields)
     if not callable(getattr(block, spec.method, None)):
@@ -101,26 +101,16 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
     if spec.method != "forward" and not uses(block, spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    method, when = spec.method, bypass_of_route(route(block, spec))
-    if not when and method != "forward":
-        method, when = "forward", bypass_of(block, spec.method)
+    when = bypass_of_route(route(block, spec))
     if when:
-        raise RoutingError(f"{spec.name}: {method} bypasses an addition if {when}: write each residual addition as "
-                           f"x + f, {meant}")
+        raise RoutingError(f"{spec.name}: {spec.method} bypasses an addition if {when}: write each residual addition "
+                           f"as x + f, {meant}")
 
 
 def not_residual(block: type, reason: str) -> type:
     """Declare that a class is not a residual block, although it adds two tensors that depend on its input.
 
-    Args:
-        block: The class.
-        reason: What the addition computes, for example ``"the sum of two encoders"``.
-
-    Returns:
-        The class.
-
-    Raises:
-        TypeError: ``block`` is not a class.
+    ``reason`` describes the addition, for example ``"the sum of two encoders"``. The class is returned.
 
     Example:
         >>> import torch, timm_ortho
@@ -129,29 +119,17 @@ def not_residual(block: type, reason: str) -> type:
         ...         return x + x.mean(1, keepdim=True)
         >>> _ = timm_ortho.not_residual(Centered, "adds the mean of the tokens")
     """
-    if not isinstance(block, type):
-        raise TypeError(f"block must be a class, got {_shown(block)}")
     lookup.NOT_RESIDUAL[lookup.class_name(block)] = str(reason)
     return block
 
 
 def spec_of(module: nn.Module) -> Optional[BlockSpec]:
-    """Return the :class:`BlockSpec` of a block, with or without connections; None for any other module.
-
-    Example:
-        >>> spec_of(timm.create_model("vit_test_ortho").blocks[0]).kinds
-        ('attention', 'mlp')
-    """
+    """Return the :class:`BlockSpec` of a block, with or without connections; None for any other module."""
     return lookup.spec_of_class(host_class(module))
 
 
 def is_residual(module: nn.Module) -> bool:
-    """Return whether a module without a :class:`BlockSpec` looks like a residual block.
-
-    Example:
-        >>> is_residual(torch.nn.TransformerEncoderLayer(8, 2)), is_residual(torch.nn.Linear(8, 8))
-        (True, False)
-    """
+    """Return whether a module without a :class:`BlockSpec` looks like a residual block."""
     return _looks_residual(written_class(module))
 
 
@@ -161,8 +139,3 @@ def _looks_residual(cls: type) -> bool:
     inherits = calls_forward_of_base(cls) and any(
         lookup.class_name(base) in lookup.SPECS or _looks_residual(base) for base in cls.__bases__)
     return inherits or looks_residual(cls)
-
-
-def _shown(value: Any) -> str:
-    """Return the text of a value for an error. A module is shown by its class, because its repr has many lines."""
-    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)

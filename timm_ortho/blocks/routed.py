@@ -8,7 +8,7 @@ import copyreg
 import inspect
 import re
 from functools import cache
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from timm.models import is_notrace_module, register_notrace_module
@@ -24,11 +24,6 @@ def written_class(module: nn.Module) -> type:
 
     Classes of torch that inherit ``forward`` are skipped. This also affects some layers: for a ``BatchNorm2d`` the
     result is its base ``_BatchNorm``.
-
-    Example:
-        >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
-        >>> type(layer).__name__, written_class(layer).__name__
-        ('ParametrizedLinear', 'Linear')
     """
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
@@ -44,13 +39,7 @@ def _forward(cls: type) -> Any:
 
 
 def host_class(module: nn.Module) -> type:
-    """Return the class that a module has without connections.
-
-    Example:
-        >>> block = timm.create_model("vit_test_ortho").blocks[0]
-        >>> type(block).__module__, host_class(block).__module__
-        ('timm_ortho.blocks.routed', 'timm.models.vision_transformer')
-    """
+    """Return the class that a module has without connections."""
     cls = written_class(module)
     return cls.__bases__[0] if cls.__module__ == __name__ else cls
 
@@ -61,15 +50,10 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
     Args:
         host: The block class.
         spec: Description of the block class.
-        kinds: Kinds of sites that get connections, as :func:`reached` returns them; None for all kinds.
+        kinds: Kinds of sites that get connections, as :meth:`Route.reached` returns them; None for all kinds.
 
     Raises:
         timm_ortho.RoutingError: The additions of the class do not match the spec.
-
-    Example:
-        >>> host = timm.models.vision_transformer.Block
-        >>> issubclass(routed_class(host, lookup.spec_of_class(host)), host)
-        True
     """
     return _routed_class(route(host, spec, kinds))
 
@@ -115,41 +99,15 @@ def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name
     return cls.__new__(cls)
 
 
-def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
-    """Return the kinds of sites that this block can execute in its present configuration.
-
-    Example:
-        >>> block = timm.models.vision_transformer.Block(8, 2)
-        >>> reached(block, lookup.spec_of_class(type(block)))
-        ('attention', 'mlp')
-    """
-    return route(host_class(block), spec).reached(block)
-
-
-def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
-    """Return, by kind of site, whether the branch output is the left summand in the source.
-
-    Example:
-        >>> host = timm.models.edgenext.SplitTransposeBlock  # its first addition is no site
-        >>> branch_first(host, lookup.spec_of_class(host))
-        {'attention': False, 'mlp': False}
-    """
-    return route(host, spec).branch_first
-
-
-def next_norms(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
-    """Return the sites of a block whose sum enters a norm next: the norm's attribute, by kind of site.
-
-    Example:
-        >>> block = timm.models.vision_transformer.Block(8, 2)
-        >>> next_norms(block, lookup.spec_of_class(type(block)))
-        {'attention': 'norm2'}
-    """
-    return route(host_class(block), spec, reached(block, spec)).next_norms
-
-
 def route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> Route:
-    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
+    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds.
+
+    Example:
+        >>> host = timm.models.vision_transformer.Block
+        >>> found = route(host, lookup.spec_of_class(host))
+        >>> found.reached(host(8, 2)), found.next_norms
+        (('attention', 'mlp'), {'attention': 'norm2'})
+    """
     name = spec.method if hasattr(host, spec.method) else "forward"
     return _route(host, spec, tuple(spec.sites) if kinds is None else kinds, name, getattr(host, name))
 

@@ -1,7 +1,6 @@
 """Describe a residual block: its stream variable and its additions."""
-import ast
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -17,10 +16,6 @@ def last_width(block: nn.Module) -> int:
 
     Raises:
         ValueError: The block has no such layer.
-
-    Example:
-        >>> last_width(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
-        8
     """
     of_channels = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     for layers in (of_channels, (nn.Conv1d, nn.ConvTranspose1d)):
@@ -60,9 +55,8 @@ class BlockSpec:
             block separately.
         width: Number of channels of the stream, or a function of the block that returns one number for all additions,
             or one for each. ``connect`` needs it only for its argument ``skip``. None for :func:`last_width`.
-        causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
-            connections with one projection per sample.
-        text: Whether the block is part of a language model. ``connect`` then refuses one projection per sample.
+        causal: Whether the block is part of a language model, causal or not, or its attention is always causal.
+            ``connect`` then refuses connections with one projection per sample.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index. Blocks inside another block share its index without
             a depth. A depth is needed if the layer is not a block itself and contains several blocks.
@@ -89,34 +83,27 @@ class BlockSpec:
     tokens_apart: bool = False
     width: Union[int, Callable[[nn.Module], Union[int, Sequence[int]]], None] = None
     causal: bool = False
-    text: bool = False
     depth: int = 0
     sides_differ: bool = False
 
     def __post_init__(self) -> None:
-        self._set("kinds", _tuple("kinds must be a sequence of names", self.kinds, (str, type(None))))
-        named = [kind for kind in self.kinds if kind is not None]
-        if not named or len(set(named)) < len(named) or not all(map(str.isidentifier, named)):
-            raise ValueError(f"kinds must be different identifiers, one for each addition, got {self.kinds!r}")
-        known_name("keep", self.keep, KEEPS)
-        if not isinstance(self.stream, str):
-            expected = "stream must be an expression or a sequence of expressions"
-            self._set("stream", tuple(each if isinstance(each, str) else _tuple(expected, each, str)
-                                      for each in _tuple(expected, self.stream, object)))
-        if not (isinstance(self.dim, int) or callable(self.dim)):
-            self._set("dim", _tuple("dim must be an axis or a sequence of axes", self.dim, int))
-        if self.width is not None and not callable(self.width):
-            self._set("width", check_count("width", self.width))
+        for field in ("kinds", "stream", "dim"):
+            value = getattr(self, field)
+            if isinstance(value, (list, tuple)):  # tuples can be hashed
+                self._set(field, tuple(tuple(each) if isinstance(each, list) else each for each in value))
+        named = [kind for kind in self.kinds or () if kind is not None]
+        if not (isinstance(self.kinds, tuple) and named and len(set(named)) == len(named)
+                and all(map(str.isidentifier, named))):
+            raise ValueError(
+                f"kinds must be a tuple of different identifiers, one for each addition, got {self.kinds!r}")
         for field in ("stream", "dim"):
             value = getattr(self, field)
             if isinstance(value, tuple) and len(value) != len(self.kinds):
                 raise ValueError(f"{field} needs one value, or {len(self.kinds)} (one for each kind), got {len(value)} "
                                  "in a sequence")
-        for field, expression in (*(("stream", each) for each in _flat(self.stream)), ("mask", self.mask or "None")):
-            try:
-                ast.parse(expression, mode="eval")
-            except SyntaxError:
-                raise ValueError(f"{field} {expression!r} is not an expression") from None
+        known_name("keep", self.keep, KEEPS)
+        if self.width is not None and not callable(self.width):
+            self._set("width", check_count("width", self.width))
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)  # the class is frozen
@@ -145,13 +132,3 @@ class BlockSpec:
 
     def _each(self, value: Any) -> Tuple[Any, ...]:
         return value if isinstance(value, tuple) else (value,) * len(self.kinds)
-
-
-def _flat(streams: Any) -> List[str]:
-    return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
-
-
-def _tuple(expected: str, values: Any, of: Any) -> Tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, of) for one in values):
-        raise ValueError(f"{expected}, got {values!r}")
-    return tuple(values)

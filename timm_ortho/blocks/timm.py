@@ -83,8 +83,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         eva.EvaBlockPostNorm deepseek_vit.DeepseekVitBlock cait.LayerScaleBlock convit.Block coat.SerialBlock
         twins.Block pvt_v2.Block hiera.HieraBlock""",
         "x", _TRANSFORMER, _TOKENS),
-    *_blocks("vision_transformer.ParallelScalingBlock", "x", ("parallel",), _TOKENS),
-    *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
+    *_blocks(
+        "vision_transformer.ParallelScalingBlock vision_transformer.DiffParallelScalingBlock",
+        "x", ("parallel",), _TOKENS),
     *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the stream is the class token
     *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
@@ -114,9 +115,10 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         swin_transformer_v2_cr.SwinTransformerV2CrBlock gcvit.GlobalContextVitBlock maxxvit.PartitionAttentionCl
         maxxvit.ParallelPartitionAttention""",
         "x", _TRANSFORMER, _NHWC),
-    *_blocks("vision_transformer_sam.Block hieradet_sam2.MultiScaleBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    *_blocks(
+        "vision_transformer_sam.Block hieradet_sam2.MultiScaleBlock tiny_vit.TinyVitBlock",
+        ("shortcut", "x"), _TRANSFORMER, _NHWC),
     *_blocks("gcvit.MbConvBlock maxxvit.MbConvBlock maxxvit.ConvNeXtBlock", "shortcut", ("conv",), _NCHW),
-    *_blocks("tiny_vit.TinyVitBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
     *_blocks("tiny_vit.MBConv", "shortcut", ("conv",), _NCHW, keep="branch"),
     *_blocks("davit.ConvPosEnc", "x", ("conv",), _NCHW),
     *_blocks("davit.SpatialBlock", ("shortcut", "x"), _TRANSFORMER, _TOKENS),
@@ -140,9 +142,10 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         "efficientformer_v2.EfficientFormerV2Block swiftformer.Block visformer.Block fastvit.AttentionBlock",
         "x", _TRANSFORMER, _NCHW),
     *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the stream is a convolution's output
-    *_blocks("efficientvit_mit.ResidualBlock lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    *_blocks(
+        "efficientvit_mit.ResidualBlock lowformer.ResidualBlock cpubone.ResidualBlock",
+        "self.shortcut(x)", ("branch",), _NCHW),
     *_blocks("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
-    *_blocks("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
     *_blocks("swiftformer.ConvEncoder", "input", ("conv",), _NCHW),
     *_blocks("swiftformer.LocalRepresentation", "skip", ("conv",), _NCHW),
     *_blocks("nextvit.NextConvBlock", "x", ("conv", "mlp"), _NCHW),
@@ -151,8 +154,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
     # in the next two blocks the mixer has no site, because it is folded into one convolution
     *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),
-    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),
-    *_blocks("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
+    *_blocks("repvit.RepViTBlock repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
     *_blocks("shvit.Residual iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
     *_blocks(  # None: an addition that is folded into a depthwise convolution
         "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
@@ -190,15 +192,18 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
     *_blocks(  # the stream is the residual path; the dense path of the block is concatenated
         "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
-    *_blocks("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
-    *_blocks("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
-    *_blocks("inception_resnet_v2.Block35 inception_resnet_v2.Block17", "x", ("conv",), _NCHW, keep="branch"),
-    *_blocks("inception_resnet_v2.Block8", "x", ("conv",), _NCHW, keep="branch"),
+    *_blocks(
+        "ghostnet.GhostBottleneck ghostnet.GhostBottleneckV3",
+        "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
+    *_blocks(
+        "inception_resnet_v2.Block35 inception_resnet_v2.Block17 inception_resnet_v2.Block8",
+        "x", ("conv",), _NCHW, keep="branch"),
     *_blocks("xception.Block", "skip", ("conv",), _NCHW, keep="branch"),
     *_blocks("xception_aligned.XceptionModule", "skip", ("conv",), _NCHW, keep="branch", method="_residual"),
     *_blocks("xception_aligned.PreXceptionModule", "self.shortcut(skip)", ("conv",), _NCHW, method="_residual"),
-    *_blocks("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
-    *_blocks("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
+    *_blocks(
+        "_efficientnet_blocks.InvertedResidual _efficientnet_blocks.CondConvResidual",
+        "shortcut", ("conv",), _NCHW, width=_of_bn3),
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 

@@ -41,24 +41,24 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         blip.BlipEncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer clip.CLIPEncoderLayer
         metaclip_2.MetaClip2EncoderLayer audio_spectrogram_transformer.ASTLayer""",
         "residual", _TRANSFORMER, _TOKENS),
-    *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
+    *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer pvt_v2.PvtV2BlockLayer",
+             "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("swin.SwinLayer", ("shortcut", "residual"), _TRANSFORMER, _TOKENS),
-    *_blocks("swinv2.Swinv2Layer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
-    *_blocks("donut/donut_swin.DonutSwinLayer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
+    *_blocks("swinv2.Swinv2Layer donut/donut_swin.DonutSwinLayer",
+             ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
     *_blocks("hiera.HieraLayer", ("hidden_states", "residual"), _TRANSFORMER, _TOKENS),
-    *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
     # in these layers the attention and the MLP have separate block classes
+    # the stream of mobilevit has the shape [B * pixels of a patch, patches, C]
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
-    *_blocks("yolos.YolosLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("videomae.VideoMAELayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput", "input_tensor", ("mlp",), _TOKENS),
-    # the stream has the shape [B * pixels of a patch, patches, C]
-    *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
+    *_blocks(
+        "yolos.YolosLayer videomae.VideoMAELayer mobilevit.MobileViTTransformerLayer perceiver.PerceiverAttention",
+        "hidden_states", ("attention",), _TOKENS),
+    *_blocks(
+        "cvt.CvtOutput yolos.YolosOutput videomae.VideoMAEOutput mobilevit.MobileViTOutput",
+        "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
-    *_blocks("perceiver.PerceiverAttention", "hidden_states", ("attention",), _TOKENS),
     # ------------------------------------------------------------------- transformers on feature maps, B C H W
     *_blocks("poolformer.PoolFormerLayer", "hidden_states", ("mixer", "mlp"), _NCHW),
     *_blocks("mobilevitv2.MobileViTV2TransformerLayer", "hidden_states", _TRANSFORMER, _NCHW),
@@ -82,32 +82,32 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         gemma.GemmaDecoderLayer gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer phi3.Phi3DecoderLayer
         olmo.OlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer starcoder2.Starcoder2DecoderLayer
         smollm3.SmolLM3DecoderLayer granite.GraniteDecoderLayer opt.OPTDecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, text=True),
+        "residual", _TRANSFORMER, _TOKENS, causal=True),
     *_blocks(  # mixtures of experts
         """mixtral.MixtralDecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
         olmoe.OlmoeDecoderLayer gpt_oss.GptOssDecoderLayer deepseek_v3.DeepseekV3DecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, text=True, width=_attention_width),
-    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, text=True,
+        "residual", _TRANSFORMER, _TOKENS, causal=True, width=_attention_width),
+    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
              width=lambda block: len(block.ln_1.weight)),
     # config.use_parallel_residual selects one sum of MLP, attention and stream, whose inner addition gets None, or one
     # sum for the attention and one for the MLP
     *_blocks(
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
-        ("parallel", None, "attention", "mlp"), _TOKENS, text=True, sides_differ=True),
-    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, text=True),
-    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, text=True),
-    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, text=True),
-    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS, text=True),
-    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS, text=True),
+        ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
+    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, causal=True),
+    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, causal=True),
+    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal=True),
+    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS, causal=True),
+    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS, causal=True),
     *_blocks(
         """bert.BertSelfOutput roberta.RobertaSelfOutput xlm_roberta.XLMRobertaSelfOutput
         blip/blip_text.BlipTextSelfOutput""",
-        "input_tensor", ("attention",), _TOKENS, text=True, depth=2),
+        "input_tensor", ("attention",), _TOKENS, causal=True, depth=2),
     *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput blip/blip_text.BlipTextOutput",
-             "input_tensor", ("mlp",), _TOKENS, text=True, depth=1),
-    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, text=True, depth=2),
-    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, text=True, depth=2),
-    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, text=True, depth=2),
+             "input_tensor", ("mlp",), _TOKENS, causal=True, depth=1),
+    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, causal=True, depth=2),
+    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, causal=True, depth=2),
+    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, causal=True, depth=2),
 )
 
 NOT_RESIDUAL: Dict[str, str] = {

@@ -12,26 +12,23 @@ with the probability pi, it is s or 0 in training, and (1 - pi) s in evaluation.
 For ``global``, whose projection covers all tokens, only the mean of s_added weighted by |x|^2 is 0.
 
 Norms and products run over the channel axis for every connection, including ``global``, so that connections can be
-compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. If one
-forward pass calls a connection several times, its values are averaged over the calls. A connection with groups of
-channels decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosines`` lists the cosine of each
-group, and ``cosine``, ``s`` and ``s_added`` are means over the groups.
+compared. Values are means over the batch, over tokens or pixels without padding, and over repeated calls of a
+connection in one forward pass. A connection with groups of channels decomposes each group: |f_par|^2 and |f_orth|^2 are
+sums over the groups, ``cosines`` lists the cosine of each group, and ``cosine``, ``s`` and ``s_added`` are their means.
 
-:func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
-are ratios of averages. A ratio for each token would be undefined for tokens of zeros, such as the paper's class token
-at initialization.
+The shares in the rows of :func:`record` are ratios of averages, because tokens of zeros have no ratio.
 """
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from timm.utils import unwrap_model
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count
-from .._compat import Observer, compiled_model, functorch_is_active, is_compiled_in_place
+from .._compat import Observer, functorch_is_active, is_compiled_in_place
 from ..connections import Connection, HybridConnection, real_tokens
 from ..functional import decompose
 from ..model_sites import Site, sites as sites_of
@@ -50,9 +47,11 @@ class SiteDynamics(NamedTuple):
     parallel: float
     orthogonal: float
     cosine: float
+    s: float
+    s_added: float
     cosines: Tuple[float, ...] = ()  # one for each group; empty without groups, or if no call was measured
-    s: float = math.nan
-    s_added: float = math.nan
+    rho: Optional[float] = None  # of a hybrid connection
+    theta: Optional[float] = None
 
 
 # ---------------------------------------------------------------------------------------- one measurement
@@ -132,21 +131,12 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     with _measuring(measured), evaluation(model), torch.no_grad():
         model(images)
     found = measured.dynamics()
-    return [found[index][0] if index in found else _of_site(site, *[math.nan] * 6)[0]
-            for index, site in enumerate(measured.sites)]
+    return [found.get(index, _of_site(site, [math.nan] * 6)) for index, site in enumerate(measured.sites)]
 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore each module's mode at the end.
-
-    >>> model = nn.Dropout()
-    >>> with evaluation(model):
-    ...     model.training
-    False
-    >>> model.training
-    True
-    """
+    """Switch to evaluation mode, and restore each module's mode at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -176,11 +166,8 @@ class Recorder:
     Training stays bit-identical: no random number is drawn, outputs and gradients do not change, and the same kernels
     run. Sites have hooks only during a recorded pass, so the recomputation of activation checkpointing is not recorded.
     Copies and pickles of the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are
-    read. Reading takes one transfer for each recorded step. In distributed training, each process records its share of
-    the batch.
-
-    The first recorded pass that calls no connection of some blocks raises a warning: these blocks may have computed
-    their additions in other code.
+    read. In distributed training, each process records its share of the batch. A warning reports blocks whose
+    connections were not called in the first recorded pass.
 
     Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls such a model once in
     eager mode, without gradients, and restores random state and buffers. Create the recorder before the model's first
@@ -214,9 +201,9 @@ class Recorder:
             every: int = 50,
             sink: Optional[Callable[[List[RecordedRow]], None]] = None,
     ) -> None:
-        if not sites_of(_unwrapped(model)):
+        if not sites_of(unwrap_model(model)):
             raise ValueError(
-                f"{type(_unwrapped(model)).__name__} has no connections to record; call "
+                f"{type(unwrap_model(model)).__name__} has no connections to record; call "
                 f"timm_ortho.connect(model, 'linear') first, which does not change its outputs")
         self.every = check_count("every", every)
         self.step = 0
@@ -267,11 +254,11 @@ class Recorder:
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return
-        self._pass = _Pass(step, sites_of(_unwrapped(model)))
+        self._pass = _Pass(step, sites_of(unwrap_model(model)))
         self._hooks.enter_context(_measuring(self._pass))
         if traced or _is_compiled(model):
             with _undisturbed(model):
-                _unwrapped(model).forward(*args, **kwargs)
+                unwrap_model(model).forward(*args, **kwargs)
             self._end(succeeded=True)
 
     def _end(self, succeeded: bool) -> None:
@@ -327,58 +314,35 @@ class _Pass:
         used = {blocks[index] for index in self.means}
         return [block for block in dict.fromkeys(blocks) if block not in used]
 
-    def dynamics(self) -> Dict[int, Tuple[SiteDynamics, List[float]]]:
-        """Return, by index of the site, the averages over the calls, and rho and theta, from one transfer."""
+    def dynamics(self) -> Dict[int, SiteDynamics]:
+        """Return the averages over the calls, by index of the site, from one transfer."""
         means = {index: torch.stack(calls).mean(0) for index, calls in self.means.items()}
         values = iter(torch.cat(list(means.values())).tolist() if means else ())
-        return {index: _of_site(self.sites[index], *(next(values) for _ in mean)) for index, mean in means.items()}
+        return {index: _of_site(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()}
 
     def rows(self) -> List[RecordedRow]:
-        return [self._row(site, *(learned or (None, None))) for site, learned in self.dynamics().values()]
+        return [self._row(site) for site in self.dynamics().values()]
 
-    def _row(self, site: SiteDynamics, rho: Optional[float], theta: Optional[float]) -> RecordedRow:
-        return {
-            "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
-            "stream": site.stream, "parallel": site.parallel, "orthogonal": site.orthogonal,
-            "parallel_share": _ratio(site.parallel, site.stream),
-            "orthogonal_share": _ratio(site.orthogonal, site.stream),
-            "cosine": site.cosine, "s": site.s, "s_added": site.s_added, "rho": rho, "theta": theta,
-            **({"cosines": list(site.cosines)} if site.cosines else {}),
-        }
+    def _row(self, site: SiteDynamics) -> RecordedRow:
+        row = {"step": self.step, **site._asdict(), "cosines": list(site.cosines)}
+        if not site.cosines:
+            del row["cosines"]
+        for part in ("parallel", "orthogonal"):
+            row[f"{part}_share"] = row[part] / site.stream if site.stream else math.nan
+        return row
 
 
-def _of_site(
-        site: Site, stream: float, parallel: float, orthogonal: float, cosine: float, s: float, s_added: float,
-        *rest: float,
-) -> Tuple[SiteDynamics, List[float]]:
-    groups = site.connection.groups if site.connection.groups > 1 else 0
-    place = site.layer, site.kind, site.name
-    return SiteDynamics(*place, stream, parallel, orthogonal, cosine, rest[:groups], s, s_added), list(rest[groups:])
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _of_site(site: Site, values: Sequence[float]) -> SiteDynamics:
+    end = 6 + site.connection.groups if site.connection.groups > 1 else 6
+    learned = values[end:] or (None, None)
+    return SiteDynamics._make([site.layer, site.kind, site.name, *values[:6], tuple(values[6:end]), *learned])
 
 
 # ------------------------------------------------------------------------------------------ wrapped models
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and ``torch.compile``."""
-    return _wrappers(model)[-1]
-
-
 def _is_compiled(model: nn.Module) -> bool:
-    *wrappers, inner = _wrappers(model)
-    return is_compiled_in_place(inner) or any(compiled_model(wrapper) is not None for wrapper in wrappers)
-
-
-def _wrappers(model: nn.Module) -> List[nn.Module]:
-    """Return the model and the models that it wraps, the outermost first."""
-    chain = [model]
-    while True:
-        inner = chain[-1].module if isinstance(chain[-1], DistributedDataParallel) else compiled_model(chain[-1])
-        if inner is None:
-            return chain
-        chain.append(inner)
+    inner = unwrap_model(model)
+    path = next(name for name, module in model.named_modules() if module is inner)
+    return is_compiled_in_place(inner) or "_orig_mod" in path.split(".")
 
 
 @contextmanager

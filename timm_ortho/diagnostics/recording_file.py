@@ -29,13 +29,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def record_if_requested(model: ModelT) -> ModelT:
-    """Record a model if the environment requests it.
-
-    Args:
-        model: A model with connections.
-
-    Returns:
-        The same model.
+    """Record a model with connections if the environment requests it, and return the model.
 
     Raises:
         ValueError: The file cannot be used, or the interval is not a positive integer. The message is one line.

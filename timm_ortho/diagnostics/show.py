@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._compat import all_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
-from ..blocks import next_norms, spec_of
+from ..blocks import host_class, route, spec_of
 from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
 from ..update.backend import has_kernels
@@ -25,14 +25,7 @@ MeasuredSites = List[Tuple[Site, SiteDynamics]]
 
 
 def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
-    """Run ``model`` once in evaluation mode and return each site with its mean squared norms and cosine.
-
-    Args:
-        model: A model with connections.
-        images: ``[B, C, H, W]``.
-
-    Raises:
-        ValueError: The model has no connections.
+    """Run ``model`` once in evaluation mode on images ``[B, C, H, W]``, and measure each site.
 
     >>> model = timm.create_model("vit_test_ortho")
     >>> as_text(measured_sites(model, batch(model))).splitlines()[0].split()[:7]
@@ -45,15 +38,9 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
 
 
 def as_text(measured: MeasuredSites, ascii_only: bool = False) -> str:
-    """Return a text table with a bar for each cosine, from -1 to 1.
+    """Return a text table with a bar for each cosine, from -1 to 1. ``ascii_only`` is for the header.
 
-    If a connection has groups of channels, an additional column shows the range of the groups' cosines. If
-    ``ascii_only``, the header has ASCII characters only.
-
-    >>> site = Site(0, "mlp", "blocks.0.connection_mlp", timm_ortho.create_connection("feature"))
-    >>> means = SiteDynamics(0, "mlp", site.name, stream=2.0, parallel=1.0, orthogonal=3.0, cosine=0.5)
-    >>> as_text([(site, means)]).splitlines()[1].split()
-    ['0', 'mlp', 'feature', '2', '1', '3', '+0.500', '|=====']
+    If a connection has groups of channels, an additional column shows the range of the groups' cosines.
     """
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
     squares = ("|x|^2", "|f_par|^2", "|f_orth|^2") if ascii_only else ("|x|²", "|f∥|²", "|f⊥|²")
@@ -69,16 +56,12 @@ def as_text(measured: MeasuredSites, ascii_only: bool = False) -> str:
 
 
 def fused_norms(model: nn.Module) -> str:
-    """Return how many sites a GPU computes together with the norm that follows, as a line of text.
-
-    >>> fused_norms(timm.create_model("vit_test_ortho"))
-    'On a GPU, one kernel computes the update and the norm after it at 4 of 8 sites.'
-    """
+    """Return how many sites a GPU computes together with the norm that follows, as a line of text."""
     fused = 0
     for block in model.modules():
         spec = spec_of(block)
         if spec is not None:
-            for kind, norm in next_norms(block, spec).items():
+            for kind, norm in route(host_class(block), spec).next_norms.items():
                 connection = dict(all_children(block)).get(spec.sites[kind])
                 fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
     return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
@@ -122,17 +105,8 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
 
     Args:
         model: Its data configuration is used if ``config`` is None.
-        image: Path of an image file; None for noise.
+        image: Path of an image file; None for noise. A file that cannot be used raises a ValueError.
         config: A timm data configuration.
-
-    Returns:
-        Images ``[B, C, H, W]``.
-
-    Raises:
-        ValueError: The file cannot be read, is not an image, or is a greyscale image with 16 or 32 bits.
-
-    >>> batch(timm.create_model("vit_test_ortho")).shape
-    torch.Size([4, 3, 8, 8])
     """
     config = config or data_config(model, {})
     if image is None:

@@ -19,7 +19,6 @@ from ..skips import SKIPS
 
 CURVE = "training.png"
 TEMPLATE = Path(__file__).with_name("template.md")
-_TIMM = "https://github.com/huggingface/pytorch-image-models"
 
 # timm's name of a data set -> its title and its id on the Hub
 DATASETS = {
@@ -36,16 +35,6 @@ DATASETS = {
 # BibTeX key -> entry of citations.bib
 CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
              Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
-
-# argument of the model -> its effect on the update
-_EFFECTS = {
-    "connection_prob": "In training, this form has the probability pi = `connection_prob`. In evaluation, "
-                       "y = x + f - pi s x.",
-    "connection_groups": "The channels are divided into equal groups, each with its own s.",
-    "connection_layers": "Blocks outside `connection_layers` are linear: y = x + f.",
-    "connection_kinds": "Branches outside `connection_kinds` are linear: y = x + f.",
-    "skip": "P x replaces x, where P is the transform of the stream.",
-}
 
 # timm's options that the recipe table lists, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
@@ -112,27 +101,29 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         curve: Path of the training curve relative to the card, see `draw_curve`.
     """
     registered = subject.config["architecture"] if subject.connection else None
+    values = run.card if run else CardValues()
     card = ModelCard.from_template(
         _metadata(subject, run),
         template_path=str(TEMPLATE),
         subject=subject,
-        summary=_summary(subject, run),
+        arguments=subject.config.get("model_args") or {},
+        run=run,
+        values=values,
         registered=f"{registered}.{IMPORT_TAG}" if registered and subject.repo_id else registered,
         mode=" in grey" if subject.config["pretrained_cfg"]["input_size"][0] == 1 else "",
         facts=list(_facts(subject)),
-        update=_update(subject),
+        update=declared(subject.connection, "card_text"),
+        data=_dataset(subject, run)[0],
+        train_data=_images(subject, run, "train_num_samples"),
         dataset=_images(subject, run, "val_num_samples"),
-        split=run.split if run else "",
         results=_results(run),
-        result_notes=_result_notes(run),
-        comparison=[_compared(row) for row in _values(run).comparison],
-        baseline=_values(run).comparison[0]["baseline"] if _values(run).comparison else "",
+        comparison=[_compared(row) for row in values.comparison],
         curve=curve,
         recipe=list(_recipe(without_folders(run.options))) if run else [],
         options=_yaml(run.options) if run else "",
-        made_with=made_with(run),
-        limits=[*subject.limits, *_limits(subject, run)],
-        citation="\n\n".join(_citations(subject)),
+        # the command contains local paths
+        made_with=", ".join(f"{key} {value}" for key, value in values.made_with.items() if key != "command"),
+        citations=CITATIONS,
     )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)  # omitted sections leave blank lines
     return card
@@ -173,11 +164,6 @@ def result(row: Callable[[Run], Optional[Row]]) -> Callable[[Run], Optional[Row]
     return row
 
 
-def _values(run: Optional[Run]) -> CardValues:
-    """Return the values of a run that timm's files lack."""
-    return run.card if run else CardValues()
-
-
 def _results(run: Optional[Run]) -> list[Row]:
     rows = [row(run) for row in RESULTS] if run else []
     return [row for row in rows if row is not None]
@@ -201,18 +187,18 @@ def _loss(run: Run) -> Optional[Row]:
 
 @result
 def _top1_of_seeds(run: Run) -> Optional[Row]:
-    if not _values(run).top1:
+    if not run.card.top1:
         return None
     name, std = f"{_final_top1(run)}, mean over seeds, %", run.top1_std
     if std is None:
         return Row(name, f"{run.top1_mean:.2f}")
-    args = {"std": round(std, 4), "seeds": list(_values(run).top1)}
+    args = {"std": round(std, 4), "seeds": list(run.card.top1)}
     return Row(name, f"{run.top1_mean:.2f} ± {std:.2f} (standard deviation)", run.top1_mean, args)
 
 
 @result
 def _top1_by_seed(run: Run) -> Optional[Row]:
-    by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in _values(run).top1.items())
+    by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.card.top1.items())
     return Row(f"{_final_top1(run)}, by seed, %", by_seed) if by_seed else None
 
 
@@ -241,7 +227,8 @@ def _metadata(subject: Subject, run: Optional[Run]) -> ModelCardData:
         metric_value=round(row.value, 4),
         metric_args=row.args,
     ) for row in _results(run) if row.value is not None]
-    method = ["orthogonal-residual"] if subject.connection != "linear" and _card_text(subject) else []
+    is_ours = subject.connection != "linear" and declared(subject.connection, "card_text")
+    method = ["orthogonal-residual"] if is_ours else []
     return ModelCardData(
         library_name="timm",
         license=subject.license,
@@ -269,18 +256,11 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:
     """Return the title of the data set. If the option `key` limits how many images are used, the number precedes it."""
     title = _dataset(subject, run)[0]
-    applies = run and _values(run).trainer != "train.py"  # train.py may use all images
+    applies = run and run.card.trainer != "train.py"  # train.py may use all images
     return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
 
 
 # -------------------------------------------------------------------------------------------- the tables
-def _summary(subject: Subject, run: Optional[Run]) -> str:
-    kind = f" with {subject.connection} residual connections" if subject.connection else ""
-    trained = f", trained on {_images(subject, run, 'train_num_samples')}" if run or subject.dataset else ""
-    verb = "Made" if run else "Loads"
-    return f"`{subject.config['architecture']}`{kind}{trained}. {verb} with [timm]({_TIMM}) and timm-ortho."
-
-
 def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     config = subject.config
     cfg, arguments = config["pretrained_cfg"], dict(config.get("model_args") or {})
@@ -302,40 +282,6 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
         if cfg.get(key) is not None:
             yield key, _listed(cfg[key])
     yield "classes", str(config["num_classes"])
-
-
-def _card_text(subject: Subject) -> Optional[str]:
-    return declared(subject.connection, "card_text")
-
-
-def _update(subject: Subject) -> str:
-    """Return what a residual block of the published model computes; empty for a model without connections."""
-    if not subject.connection:
-        return ""
-    if not _card_text(subject):
-        return (f"The connection `{subject.connection}` combines the branch output f of a residual block with the "
-                "stream x. Its code is in the author's module.")
-    effects = [text for name, text in _EFFECTS.items() if name in subject.config["model_args"]]
-    return "\n".join([_card_text(subject), *effects])
-
-
-def _result_notes(run: Optional[Run]) -> list[str]:
-    if run is None:
-        return ["Not measured: these weights were published without the files of a training run."]
-    notes = []
-    if run.epoch is not None and run.evaluated is None:
-        reason = "they were saved in the middle of an epoch" if run.in_mid_epoch else (
-            "the run's files have no metrics for the epoch of these weights")
-        if run.ema != run.evaluates_ema:
-            measured, published = ("plain", "EMA") if run.ema else ("EMA", "plain")
-            reason = (f"the run evaluated its {measured} weights, and these are its {published} weights. All "
-                      f"validation metrics on this card are of the {measured} weights")
-        notes.append(f"Not measured on these weights: {reason}.")
-    if run.chosen_on_validation and run.evaluated is not None:
-        last = run.history[-1]["epoch"]
-        notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. If the epoch was selected by "
-                     "its validation metrics, as timm's `model_best` is, these metrics are too optimistic.")
-    return notes
 
 
 def _compared(row: Mapping[str, Any]) -> list[str]:
@@ -366,11 +312,6 @@ def _yaml(options: Mapping[str, Any]) -> str:
     return dump_yaml(plain, default_flow_style=None, width=100).strip()
 
 
-def made_with(run: Optional[Run]) -> str:
-    """Return versions, machine and commit as one line of text, without the command, which contains local paths."""
-    return ", ".join(f"{key} {value}" for key, value in _values(run).made_with.items() if key != "command")
-
-
 # The folders of an absolute path inside a text, as in "{file: /home/me/run.pth}". Paths of URLs do not match.
 _FOLDERS = re.compile(
     r"""(?:file:/+|(?<![\w/:.~-]))(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s/\\,;:'"{}()\[\]]+[/\\])*(?=[^\s/\\])""")
@@ -389,25 +330,6 @@ def without_folders(value: Any, key: str = "") -> Any:
     if isinstance(value, Path) or (isinstance(value, str) and (key in _PATHS or Path(value).is_absolute())):
         return Path(value).name
     return _FOLDERS.sub("", value) if isinstance(value, str) else value
-
-
-# ---------------------------------------------------------------------------------------------- the texts
-def _limits(subject: Subject, run: Optional[Run]) -> Iterator[str]:
-    if run is not None or subject.dataset:
-        yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
-               "cameras or classes.")
-    if run is not None and len(_values(run).top1) < 2:
-        yield "One seed: the variance over seeds is unknown, so differences to other models cannot be assessed."
-    if _values(run).comparison:
-        yield "The comparison applies only to this data set, model size and length of training."
-    yield "Robustness, calibration and fairness were not measured."
-
-
-def _citations(subject: Subject) -> Iterator[str]:
-    yield CITATIONS["oh2025revisiting"]
-    if "skip" in (subject.config.get("model_args") or {}):
-        yield CITATIONS["wang2017orthogonal"]
-    yield CITATIONS["rw2019timm"]
 
 
 def _listed(value: Any) -> str:

@@ -57,12 +57,9 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
 def _created(
         folder: Path, origin: Dict[str, Any], cache_dir: CacheDir, kwargs: Dict[str, Any]) -> nn.Module:
-    """Create a model as `timm.create_model` does. For architectures of timm too, `create` reads the weights.
+    """Create the model of the config.json in a folder as `timm.create_model` does, but with our reader of weights.
 
-    Args:
-        folder: The folder of config.json.
-        origin: Fields of the configuration that locate the weights.
-        cache_dir, kwargs: See `pull`.
+    `origin` has the fields of the configuration that locate the weights.
     """
     source = f"{origin['source']}:{origin.get('hf_hub_id') or folder}"
     try:

@@ -19,7 +19,6 @@ from typing import Any, Optional, Union
 
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError
 from timm.models import is_model, model_entrypoint, save_for_hf
 from timm.utils import unwrap_model
@@ -80,10 +79,12 @@ def export(
         PublishError: The model cannot be published, or the folder contains files of another kind.
         RunError: The run cannot be read.
     """
-    _check_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise PublishError(f"'{repo_id}' is not the name of a repository: pass owner/name")
     folder = Path(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if names and not (FILES <= names <= FILES | {CURVE} and "\n- timm-ortho\n" in _text(folder / CARD)):
+    if names and not (FILES <= names <= FILES | {CURVE}
+                      and "\n- timm-ortho\n" in (folder / CARD).read_text(encoding="utf-8", errors="replace")):
         raise PublishError(f"{folder} contains other files ({min(names - FILES or names)}): choose another folder")
     published, run, initial = _read(model, ema)
     if license is None and _is_share_alike(initial):
@@ -103,19 +104,6 @@ def export(
             (folder / name).unlink()  # a copy would be written into the target of a link
         shutil.copytree(scratch, folder, dirs_exist_ok=True)
     return card
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
-
-
-def _check_repo_id(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise PublishError(error_text(error)) from None
-    if "/" not in repo_id:
-        raise PublishError(f"'{repo_id}' is not the name of a repository: pass owner/name")
 
 
 def _read(model: Model, ema: bool) -> tuple[nn.Module, Optional[CheckpointRun], Mapping[str, Any]]:

@@ -33,9 +33,7 @@ def create(
         default: Connection if ``kwargs`` contains no ``connection``. None: the model gets no connections.
         entry: Builds the model. Called with a replacement of ``build_model_with_cfg`` and the arguments of timm's entry
             points.
-        pretrained: Whether to load weights.
-        pretrained_cfg: Configuration to use instead of the variant's own, or the tag of a configuration.
-        kwargs: All other arguments of ``timm.create_model``.
+        pretrained, pretrained_cfg, kwargs: Arguments of ``timm.create_model``.
 
     Raises:
         ValueError: A value is wrong, or an argument that begins with ``connection`` or ``skip_`` is unknown.
@@ -127,15 +125,7 @@ _NOT_STORED = frozenset((
 
 
 def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:
-    """Register an entry point with timm and add it to its module.
-
-    Args:
-        module: Name of the module.
-        name: Name of the model.
-        entry: The entry point.
-        cfg: Configuration of the architecture. :mod:`timm_ortho.weights.pretrained` adds configurations of weights.
-        doc: Docstring of the entry point.
-    """
+    """Register an entry point with timm, with the configurations of its weights, and add it to its module."""
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = module
     entry.__doc__ = doc
@@ -147,10 +137,7 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
 def register_own(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
     """Register architectures that timm does not have, with every suffix.
 
-    Args:
-        module: Name of the module.
-        cfgs: Configuration of each architecture by name.
-        make: Called with the model's name, the architecture's name, the connection and the arguments.
+    ``make`` is called with the model's name, the architecture's name, the connection and the arguments.
     """
     for base, cfg in cfgs.items():
         for suffix, connection in SUFFIXES.items():

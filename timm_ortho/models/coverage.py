@@ -23,20 +23,12 @@ UNKNOWN = "not known to this release of timm_ortho"
 
 
 class ModuleCoverage(NamedTuple):
-    """Coverage of one module of timm.
-
-    Attributes:
-        module: Name of the module.
-        covered: Number of sites (residual additions) of each architecture with variants.
-        left_out: Reason for each architecture without variants. Architectures that ``coverage.json`` does not list have
-            ``UNKNOWN`` here, although they have variants if the module has any covered architecture.
-        before_norm: Number of sites whose sum a norm of the block reads next, for each architecture with such sites.
-    """
+    """Coverage of one module of timm."""
 
     module: str
-    covered: Dict[str, int]
-    left_out: Dict[str, str]
-    before_norm: Dict[str, int]
+    covered: Dict[str, int]  # architecture with variants -> number of sites
+    left_out: Dict[str, str]  # architecture without variants -> reason; UNKNOWN if coverage.json does not list it
+    before_norm: Dict[str, int]  # architecture -> number of sites whose sum a norm of the block reads next, if any
 
 
 @cache
@@ -66,11 +58,8 @@ def timm_modules() -> List[ModuleCoverage]:
     """Return the coverage of every module of the installed timm, in alphabetical order."""
     modules = []
     for module in filter(architectures, list_modules()):
-        known = load()["modules"].get(module)
+        known = load()["modules"].get(module, {"covered": {}, "left_out": {}, "before_norm": {}})
         names = architectures(module)
-        if known is None:
-            modules.append(ModuleCoverage(module, {}, dict.fromkeys(names, UNKNOWN), {}))
-            continue
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
         left_out = {name: known["left_out"].get(name, UNKNOWN) for name in names if name not in covered}
         before_norm = {name: sites for name, sites in known["before_norm"].items() if name in covered}
@@ -89,10 +78,7 @@ def why_left_out(name: str) -> str:
 
 
 def similar_variants(pattern: str) -> str:
-    """Return text to append to a message about an unknown variant.
-
-    The text has the reason why an architecture of timm has no variants, similar names, or how to list all variants.
-    """
+    """Return text to append to a message about an unknown variant: a reason, similar names, or how to list all."""
     variants = [name for name in list_models() if is_variant(name)]
     return why_left_out(base_name(pattern)) or did_you_mean(pattern.strip("*"), variants, 3) or (
         "; timm-ortho list '*' lists all variants")

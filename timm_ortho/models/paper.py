@@ -59,9 +59,7 @@ _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal":
 def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
     """Replace the stem, which divides the size of images by 4 in timm, and remove the norm after the last stage.
 
-    Args:
-        model: A model that was built with 4 times the requested ``output_stride``, because timm's stem divides by 4.
-        stem: Layers of the new stem by name.
+    The model must have been built with 4 times the requested ``output_stride``.
     """
     model.stem = nn.Sequential(OrderedDict(stem))
     model.stem_feat_idx = len(stem) - 1

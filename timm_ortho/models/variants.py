@@ -41,12 +41,7 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 
 
 def create_plain(architecture: str, **kwargs) -> nn.Module:
-    """Build an architecture without connections, and check its weights like the weights of a variant.
-
-    Args:
-        architecture: Name of a registered architecture that is not a variant.
-        kwargs: See :func:`timm_ortho.models.build.create`.
-    """
+    """Build a registered architecture without connections, and check its weights like the weights of a variant."""
     def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
         return _entered(model_entrypoint(architecture), build, kwargs)
 

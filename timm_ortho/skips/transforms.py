@@ -46,18 +46,7 @@ def plain_skip(
         x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int) -> Tensor:
     """Return ``P x`` in operations that TorchScript, FX and ``torch.export`` support.
 
-    Args:
-        x: Stream.
-        own, mean, branches: P = ``own`` I + ``mean`` P_MR with B branches, if ``matrices`` is empty.
-        matrices: Factors of the Kronecker product P.
-        dim: Channel axis.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of ``x``.
-
-    Example:
-        >>> plain_skip(torch.tensor([1.0, 2.0, 5.0, 6.0]), 0.0, 1.0, 2, [], -1)
-        tensor([3., 4., 3., 4.])
+    P is the Kronecker product of ``matrices`` or, if there are none, ``own`` I + ``mean`` P_MR with B ``branches``.
     """
     if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript compiles the rest of a longer condition
         if has_torch_function_unary(x):  # FX records one call of this function
@@ -244,9 +233,6 @@ def register_skip(name: str, make: Callable[..., nn.Module]) -> None:
         tensor([3., 2., 1.])
         >>> del SKIPS["reversed"]
     """
-    if isinstance(make, nn.Module) or not callable(make):
-        raise ValueError("a transform must be a class or a function that returns a module, "
-                         f"got an instance of {type(make).__name__}")
     parameters = inspect.signature(make).parameters
     required = {key for key, parameter in parameters.items()
                 if parameter.default is parameter.empty and parameter.kind not in (
@@ -262,9 +248,6 @@ def register_skip(name: str, make: Callable[..., nn.Module]) -> None:
 
 def known_skip(name: str) -> str:
     """Return the name of a registered transform; raise ValueError for any other value."""
-    if not isinstance(name, str):
-        raise ValueError(f"skip must be a name, got an instance of {type(name).__name__}: register a function that "
-                         "makes the transform with timm_ortho.register_skip, and pass its name")
     return known_name("skip", name, SKIPS, IMPORT_HINT)
 
 
@@ -292,7 +275,7 @@ def create_skip(
 ) -> nn.Module:
     """Make a skip transform by name.
 
-    Arguments that the transform does not need are ignored, but all except ``dim`` and ``site`` are checked.
+    Arguments that the transform does not need are ignored.
 
     Args:
         skip: One of :data:`SKIPS`.
@@ -330,7 +313,4 @@ def create_skip(
     elif rank not in (None, width):
         raise ValueError(f"{skip} has no choice of ranks, {' and '.join(IDEMPOTENT)} have: omit rank, got rank={rank}")
     arguments = dict(zip(_PASSED, (width, dim, branches, count, seed, site), strict=True))
-    made = make(**{key: arguments[key] for key in inspect.signature(make).parameters if key in arguments})
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"the function of skip {skip!r} must return a module, got {type(made).__name__}")
-    return made
+    return make(**{key: arguments[key] for key in inspect.signature(make).parameters if key in arguments})

@@ -30,14 +30,8 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
     timm itself would unpickle some files, which could run code. Weights are read from the safetensors of a folder
     (``source="local-dir"``) or of a repository (``source="hf-hub"``, or ``hf_hub_id`` without ``file``), or from any
-    ``file`` that :func:`load_state_dict` reads.
-
-    Args:
-        cfg: Configuration of the weights. Its ``state_dict``, if any, is loaded as it is.
-        cache_dir: Cache folder, huggingface_hub's by default.
-
-    Raises:
-        WeightsError: The weights cannot be downloaded or read, or have a URL.
+    ``file`` that :func:`load_state_dict` reads. A ``state_dict`` is loaded as it is. Weights that cannot be read, or
+    that have a URL, raise a WeightsError.
     """
     if cfg.source == "local-dir":
         file = Path(cfg.file, _safetensors_name(cfg))
@@ -77,8 +71,7 @@ def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
 def naming_the_source(cfg: Any) -> Iterator[None]:
     """Name the repository or folder of a config.json in errors about the arguments that build its model.
 
-    Args:
-        cfg: The argument ``pretrained_cfg`` of an entry point: a dict with ``source`` if timm read a config.json.
+    ``cfg`` is the argument ``pretrained_cfg`` of an entry point: a dict with ``source`` if timm read a config.json.
     """
     try:
         yield
@@ -108,18 +101,14 @@ _NORMS = ("norm.", "fc_norm.")
 def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str, Any]) -> Filter:
     """Return a checkpoint filter that compares the weights with the model before they are loaded.
 
-    If the checkpoint contains no parameter of a connection, these parameters keep their initial values. This allows
-    ``connection="hybrid"`` to start from any weights.
+    It raises WeightsError if a tensor is missing or has another shape, or is surplus unless timm's entry point or the
+    caller sets ``pretrained_strict=False``. It warns if timm replaces a classifier that would fit. If the checkpoint
+    has no parameter of a connection, these parameters keep their initial values: ``hybrid`` starts from any weights.
 
     Args:
         filter_fn: Filter of timm or of the architecture, called first.
         cfg: Configuration of the weights.
         arguments: Arguments of ``build_model_with_cfg``.
-
-    Returns:
-        A filter that raises WeightsError if a tensor is missing or has another shape. Surplus tensors are an error too,
-        unless timm's entry point or the caller sets ``pretrained_strict=False``. The filter warns if timm replaces a
-        classifier that would fit.
     """
     def filtered(state_dict: Tensors, model: nn.Module) -> Tensors:
         if filter_fn is not None:
@@ -149,14 +138,8 @@ def _problems(
         state_dict: Tensors, own: Tensors, cfg: PretrainedCfg, is_adapted: bool, is_strict: bool) -> Iterator[str]:
     """Describe missing, surplus and misshapen tensors, except those that timm adapts, omits or drops.
 
-    PyTorch creates BatchNorm's counter, and gives lazy parameters their shape.
-
-    Args:
-        state_dict: The weights.
-        own: Tensors of the model.
-        cfg: Configuration of the weights.
-        is_adapted: Whether the model may have another head than the weights.
-        is_strict: Whether surplus tensors are an error.
+    ``own`` has the tensors of the model. If ``is_adapted``, the model may have another head than the weights. PyTorch
+    creates BatchNorm's counter, and gives lazy parameters their shape.
     """
     classifiers = _prefixes(cfg.classifier)
     heads, norms = ((*_HEADS, *classifiers), _NORMS) if is_adapted else ((), ())
@@ -192,9 +175,7 @@ def _warn_of_new_classifier(state_dict: Tensors, own: Tensors, cfg: PretrainedCf
 def check_classes(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
     """Raise WeightsError for two or negative numbers of classes in a config.json: timm would make a random classifier.
 
-    Args:
-        cfg: Configuration with the number of classes at the top level of the file.
-        arguments: The ``model_args`` of the file.
+    ``arguments`` are its ``model_args``.
     """
     classes = arguments.get("num_classes", cfg.num_classes)
     if classes != cfg.num_classes or classes < 0:
@@ -204,10 +185,7 @@ def check_classes(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
 def check_finite(model: nn.Module, cfg: PretrainedCfg, is_checked: bool) -> None:
     """Raise WeightsError if loaded weights are not finite in the dtype of the model.
 
-    Args:
-        model: A model with its weights.
-        cfg: Configuration of the weights.
-        is_checked: Whether the filter of :func:`checked` was called. If not, weights may be missing: also an error.
+    ``is_checked`` is whether the filter of :func:`checked` was called. If not, weights may be missing: also an error.
     """
     if not is_checked:
         raise _misfit(cfg, "they cannot be checked, because its entry point calls no build_model_with_cfg of timm")

@@ -41,17 +41,10 @@ def cached(hf_hub_id: str, filename: str, cache_dir: CacheDir = None) -> Optiona
 
 
 def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: bool = False) -> Path:
-    """Return the local path of a file of a repository, and download the file if necessary.
+    """Return the local path of a file of a repository, and download the file if it is not cached.
 
-    Args:
-        hf_hub_id: ``owner/name`` or ``owner/name@revision``.
-        filename: Path in the repository.
-        cache_dir: Cache folder, huggingface_hub's by default.
-        newest: Request the file from the Hub first, and use a cached file only if the request fails. By default a
-            cached file is used without a request.
-
-    Raises:
-        WeightsError: The file is not in the cache and cannot be downloaded.
+    If ``newest``, the file is requested from the Hub first, and a cached file is used if this fails. A file that is
+    neither in the cache nor on the Hub raises a WeightsError.
     """
     repo_id, revision = split_revision(hf_hub_id)
     problem = f"hf-hub:{hf_hub_id}: {filename} cannot be downloaded from {constants.ENDPOINT}"

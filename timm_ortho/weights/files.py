@@ -22,8 +22,7 @@ Path_ = Union[str, "PathLike[str]"]
 def load_checkpoint(path: Path_) -> Any:
     """Return the contents of a checkpoint, on the CPU.
 
-    A safetensors file contains tensors. Any other file is read by torch's restricted unpickler, which accepts tensors,
-    plain values and the Namespace in which timm stores its options. A file without checksums is read with a warning.
+    torch's restricted unpickler accepts tensors, plain values and the Namespace in which timm stores its options.
 
     Raises:
         OSError: The file cannot be opened.
@@ -65,14 +64,9 @@ def _reason(error: Exception) -> str:
 
 
 def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:
-    """Return the weights in a file, with the names that :func:`timm.models.load_state_dict` gives them.
+    """Return the weights in a file as :func:`timm.models.load_state_dict` does, and raise as :func:`load_checkpoint`.
 
-    Args:
-        path: A checkpoint, or a file of weights only.
-        use_ema: Whether to return the EMA weights if there are any.
-
-    Raises:
-        OSError, WeightsError: See :func:`load_checkpoint`.
+    If ``use_ema``, the EMA weights of a checkpoint are preferred.
     """
     weights = load_checkpoint(path)
     keys = (*(("state_dict_ema", "model_ema") if use_ema else ()), "state_dict", "model")
@@ -85,11 +79,7 @@ def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, path: Path_, use_ema: bool = True) -> None:
-    """Load the weights in a file into a model, as :func:`timm.models.load_checkpoint` does.
-
-    Raises:
-        OSError, WeightsError: The file cannot be read, or its weights do not fit. The message is one line.
-    """
+    """Load the weights in a file into a model; raise OSError or WeightsError if they cannot be read or do not fit."""
     weights = load_state_dict(path, use_ema)
     try:
         model.load_state_dict(weights)

@@ -25,7 +25,7 @@ _AUTHORS = dict(
 
 
 def weights_file(name: str) -> Path:
-    """Return the path in this package for weights with the name MODEL.TAG. The file need not exist."""
+    """Return the path in this package for weights MODEL.TAG. The file need not exist."""
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
@@ -56,10 +56,6 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     """Convert a checkpoint of the paper's ViT to timm's layout if it has transformers' layout, like the authors' files.
 
     Position and patch embeddings are resampled to the model's size, as in timm.
-
-    Args:
-        state_dict: Tensors of the checkpoint by name.
-        model: The model to load them into.
     """
     if "vit.embeddings.cls_token" in state_dict:
         state_dict = _from_transformers(state_dict, model)
@@ -108,17 +104,11 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
 
 # --------------------------------------------------------------------------------------------- overview
 class Weights(NamedTuple):
-    """A set of weights.
+    """A set of weights."""
 
-    Attributes:
-        name: Model and tag, for ``timm.create_model``.
-        source: ``this package``, or ``hf-hub:`` and the repository.
-        file: Local path, in the package or in huggingface_hub's cache; None if the file is not downloaded.
-    """
-
-    name: str
-    source: str
-    file: Optional[Path]
+    name: str  # model and tag, for ``timm.create_model``
+    source: str  # ``this package``, or ``hf-hub:`` and the repository
+    file: Optional[Path]  # in the package or in huggingface_hub's cache; None if it is not downloaded
 
 
 def weights(name: str) -> Weights:

@@ -217,7 +217,7 @@ class Training:
     def _probe_stream(self, epochs: int) -> None:
         with self.amp():
             measured = record_dynamics(self.model, self.probe, self.sites)
-        sites = [{key: value for key, value in site._asdict().items() if value != ()} for site in measured]
+        sites = [{key: value for key, value in site._asdict().items() if value not in ((), None)} for site in measured]
         row = {"epochs_done": epochs, "sites": sites}
         append_lines(self.folder / PROBE, [row])
 
