@@ -161,12 +161,11 @@ def _add_study(commands: Any) -> None:
     status.set_defaults(act=lambda lab, parsed: print(lab.status(parsed.folder)))
     report = actions.add_parser(
         "report", help="report finished runs, without training",
-        description="Writes one report of the outputs of one or several studies, finished or not. Adds runs that you "
-                    "trained with timm's train.py to the first of these studies that plans a run with the same "
-                    "settings. If FOLDER is a results.json, writes its report again.")
+        description="Writes the report of a study, finished or not, and adds runs that you trained with timm's "
+                    "train.py with the same settings as a run of the study.")
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
-                        help="outputs of studies and folders of runs of train.py, or one results.json")
-    report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
+                        help="the output of the study, and then folders of runs of train.py")
+    report.add_argument("--output", type=Path, metavar="DIR", help="default: the output of the study")
     report.add_argument("--open", dest="opened", action="store_true", help="open the report in the browser")
     report.set_defaults(
         act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
