@@ -8,7 +8,6 @@ import ast
 import importlib.util
 import json
 import os
-import re
 import runpy
 import shlex
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from . import __version__
-from ._text import UserError, aligned, did_you_mean, error_text
+from ._text import UserError, aligned, error_text
 
 _LAB = {
     "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
@@ -49,22 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose error about an unknown option names similar options of the command."""
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        namespace, extras = super().parse_known_args(*args, **kwargs)
-        unknown = next((word for word in extras if word.startswith("--")), None)
-        if unknown:
-            options = re.findall(r"--[\w-]+", self.format_usage())
-            near = did_you_mean(unknown.partition("=")[0], options)
-            if near:
-                self.error(f"unrecognized arguments: {' '.join(extras)}{near}")
-        return namespace, extras
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
+    parser = argparse.ArgumentParser(
+        prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
     parser.add_argument("--version", action="version", version=f"timm-ortho {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
@@ -85,10 +71,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---------------------------------------------------------------------------------------------- compare
+# ----------------------------------------------------------------------------------------- compare, study
+def _shared(output: str) -> argparse.ArgumentParser:
+    """Return the options that compare and study share. `output` is the folder below output/ of their runs."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
+    add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
+    add("--device-images", action=argparse.BooleanOptionalAction,
+        help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
+             "if they need less than a quarter of its free memory)")
+    add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
+        help="any other option of timm's train.py, except those that a study varies")
+    _add_modules(parser)
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--output", metavar="DIR", help=f"default: a folder in output/{output}/, named after the settings")
+    return parser
+
+
 def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
-        "compare", help="train one architecture with different connections on the same data, and report",
+        "compare", parents=[_shared("compare")],
+        help="train one architecture with different connections on the same data, and report",
         description="Trains the same architecture with different connections on the same data, and compares runs with "
                     "the same seed in pairs. Ctrl-C and SIGTERM write a report of the finished runs. To continue, "
                     "run the same command again.")
@@ -96,7 +100,6 @@ def _add_compare(commands: Any) -> None:
     add("--model", metavar="NAME", help="architecture without the suffix of a variant: vit_small, resnetv2_50, ...")
     add("--dataset", metavar="NAME", help="digits, a data set's name in timm (torch/cifar10, ...), or '' for an "
                                           "image folder (default: digits, or '' if --data-dir is set)")
-    add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--recipe", metavar="FILE", help="YAML file for timm's train.py, or the name of a shipped recipe")
     add("--weights", metavar="FILE", help="file of weights to start from, with a new classifier (default: random)")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
@@ -107,20 +110,13 @@ def _add_compare(commands: Any) -> None:
     add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
     add("--lr", type=float, metavar="LR", help="learning rate (default: the recipe's)")
     add("--workers", "-j", type=int, metavar="N", help="processes that load images (default: the recipe's)")
-    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
-    add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
-    _add_device_images(parser)
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"],
         help="data type of --amp (default: float16 on a GPU, bfloat16 on a CPU)")
     add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
-    add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
-        help="any other option of timm's train.py")
-    _add_modules(parser)
-    add("--output", metavar="DIR", help="default: a folder in output/compare/, named after the settings")
     add("--open", dest="opened", action="store_true", help="open the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
@@ -139,60 +135,50 @@ def _compare(parsed: argparse.Namespace) -> int:
     return lab.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
 
 
-# ------------------------------------------------------------------------------------------------ study
 def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
         "study", help="run one of the papers' experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="list the studies").set_defaults(call=_study_list, quick=True)
+    planned = [_shared("study"), _study_options()]
     plan = actions.add_parser(
-        "plan", help="write the folders of a study's runs, and print the commands",
+        "plan", parents=planned, help="write the folders of a study's runs, and print the commands",
         description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
-    plan.set_defaults(act=_study_plan)
+    plan.set_defaults(act=lambda lab, parsed: lab.make_plan(_request(lab, parsed), _slurm(lab, parsed)) and 0)
     run = actions.add_parser(
-        "run", help="train the runs of a study, and report",
+        "run", parents=planned, help="train the runs of a study, and report",
         description="Trains the runs of a study, compares runs with the same seed in pairs, and writes a report. "
                     "Ctrl-C and SIGTERM write a report of the finished runs. To continue, run the same command again.")
-    run.set_defaults(act=_study_run)
-    for action in (plan, run):
-        _add_study_arguments(action)
+    run.set_defaults(act=lambda lab, parsed: lab.run(
+        _request(lab, parsed), slurm=_slurm(lab, parsed), parallel=parsed.parallel, threads=parsed.threads))
     status = actions.add_parser("status", help="print the state of each run of a study")
     status.add_argument("folder", type=Path, metavar="FOLDER", help="output folder of the study")
     status.set_defaults(act=lambda lab, parsed: print(lab.status(parsed.folder)))
     report = actions.add_parser(
         "report", help="report finished runs, without training",
-        description="Writes one report of the outputs of one or several studies, finished or not. Adds runs that you "
-                    "trained with timm's train.py to the first of these studies that plans a run with the same "
-                    "settings. If FOLDER is a results.json, writes its report again.")
+        description="Writes the report of a study, finished or not, and adds runs that you trained with timm's "
+                    "train.py with the same settings as a run of the study.")
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
-                        help="outputs of studies and folders of runs of train.py, or one results.json")
-    report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
+                        help="the output of the study, and then folders of runs of train.py")
+    report.add_argument("--output", type=Path, metavar="DIR", help="default: the output of the study")
     report.add_argument("--open", dest="opened", action="store_true", help="open the report in the browser")
-    report.set_defaults(
-        act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
-    parser.set_defaults(call=_study)
+    report.set_defaults(act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
+    parser.set_defaults(call=lambda parsed: parsed.act(_lab("study"), parsed) or 0)
 
 
-def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
+def _study_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
         help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, a data set's name in timm "
              "(torch/fashion_mnist, ...), or '' for an image folder (default: the data set of the study or "
              "of its recipe; if neither has one, '' with --data-dir, otherwise digits)")
-    add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N",
         help="number of seeds (default: depends on --scale), or several seeds: 0 4 7")
     add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
         help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
-    add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
-    _add_device_images(parser)
-    add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
-        help="any option of timm's train.py that the study does not vary")
-    _add_modules(parser)
-    add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
-    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
         help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
@@ -205,13 +191,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
     add("--slurm", action="append", default=[], type=_sbatch_option, metavar="KEY=VALUE",
         help="option of sbatch: partition=gpu, account=me, exclusive=true")
-
-
-def _add_device_images(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device-images", action=argparse.BooleanOptionalAction,
-        help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
-             "if they need less than a quarter of its free memory)")
+    return parser
 
 
 def _study_list(parsed: argparse.Namespace) -> int:
@@ -219,18 +199,6 @@ def _study_list(parsed: argparse.Namespace) -> int:
 
     print(listing())
     return 0
-
-
-def _study(parsed: argparse.Namespace) -> int:
-    return parsed.act(_lab("study"), parsed) or 0
-
-
-def _study_plan(lab: Any, parsed: argparse.Namespace) -> None:
-    lab.make_plan(_request(lab, parsed), _slurm(lab, parsed))
-
-
-def _study_run(lab: Any, parsed: argparse.Namespace) -> int:
-    return lab.run(_request(lab, parsed), slurm=_slurm(lab, parsed), parallel=parsed.parallel, threads=parsed.threads)
 
 
 def _request(lab: Any, parsed: argparse.Namespace) -> Any:
@@ -322,47 +290,36 @@ def _add_bench(commands: Any) -> None:
         description="Measures the orthogonal update alone and in whole models, in turns with the linear residual "
                     "connection. Writes bench.csv. Ctrl-C prints the finished measurements.")
     add = parser.add_argument
-    add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models (default: both)")
+    add("--what", nargs="+", choices=["operator", "models"], help="parts to measure (default: both)")
     add("--models", nargs="+", metavar="NAME",
         help="variants (vit_small_ortho), or architectures (vit_small) for both variants; NAME:N sets the batch size "
              "(default: two models, three on a GPU)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
-    add("--skips", nargs="+", metavar="NAME",
-        help="measure models with linear connections and these skip transforms (orthogonal_tp, ...), instead of models "
-             "with orthogonal connections")
-    add("--groups", nargs="+", type=int, metavar="N", help="also measure models with N channel groups")
-    add("--img-size", type=int, metavar="N", help="default: the size of each architecture")
-    add("--batch-size", "-b", type=int, metavar="N",
+    add("--img-size", type=_positive, metavar="N", help="default: the size of each architecture")
+    add("--batch-size", "-b", type=_positive, metavar="N",
         help="batch size of all models (default: NAME:N of --models, otherwise 128 on a GPU and 8 on a CPU)")
     add("--shapes", nargs="+", metavar="SHAPE", help="shapes of tensors for the operator: 16x197x384 (tokens), "
                                                      "8x256x56x56 (NCHW, measured in both memory formats)")
-    add("--dtypes", nargs="+", metavar="DTYPE",
-        help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
-             "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
-    add("--amp", action="store_true", help="the same as --dtypes bfloat16")
+    add("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16", "mixed"],
+        help="models use bfloat16 and float16 in autocast; the operator also has mixed for tokens: a float32 stream "
+             "and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction,
         help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
-    add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
-    add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
+    add("--modes", nargs="+", choices=["eager", "compiled"], help="modes of the models (default: see --compile)")
+    add("--repeats", type=_positive, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
-
-
-_MEASURED = (
-    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "modes",
-    "repeats")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", {"tqdm": "tqdm"})
     from .bench import bench
     from .run_folder import environment
-    if parsed.amp and parsed.dtypes:
-        raise UserError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
-    options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
-    if parsed.amp:
-        options["dtypes"] = ["bfloat16"]
+
+    options = _requested(parsed, ("what", "models", "img_size", "batch_size", "shapes", "dtypes", "device", "compile",
+                                  "modes", "repeats"))
+    options["model_kwargs"] = dict(parsed.model_kwargs)
     return bench(options, environment(), parsed.output, parsed.command_line)
 
 
@@ -569,8 +526,10 @@ def _add_show(commands: Any) -> None:
     add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho), a checkpoint, the folder of one "
                                        "run, or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
-    add("--pretrained", action="store_true", help="load the weights of a variant")
-    add("--checkpoint", default="", metavar="FILE", help="load the weights of this checkpoint into a variant")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--pretrained", action="store_true", help="load the weights of a variant")
+    weights.add_argument("--checkpoint", default="", metavar="FILE",
+                         help="load the weights of this checkpoint into a variant")
     add("--ema", action="store_true", help="load the EMA weights of a run")
     add("--image", type=Path, metavar="FILE", help="image to measure on (default: four images of noise)")
     add("--svg", type=Path, metavar="FILE", help="also draw a plot")
@@ -594,12 +553,11 @@ def _show(parsed: argparse.Namespace) -> int:
             show.as_svg(measured, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UserError(error_text(error)) from None
-    text = show.as_text(measured)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        show.as_text(measured).encode(sys.stdout.encoding or "utf-8")
+        print(show.as_text(measured))
     except UnicodeEncodeError:
-        text = show.as_text(measured, ascii_only=True)
-    print(text)
+        print(show.as_text(measured, ascii_only=True))
     print(show.fused_norms(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
@@ -619,8 +577,6 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     names_variant, is_repository = is_variant(name), name.startswith(("hf-hub:", "local-dir:"))
     if not names_variant and (checkpoint or parsed.pretrained):
         raise UserError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
-    if checkpoint and parsed.pretrained:
-        raise UserError("--pretrained and --checkpoint load different weights: omit one of them")
     if "checkpoint_path" in kwargs:
         raise UserError("pass --checkpoint FILE instead of checkpoint_path=FILE")
     if parsed.ema and (is_repository or (names_variant and not checkpoint)):
@@ -661,27 +617,23 @@ _JSON = {"true": True, "false": False, "null": None}
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Parse `key=value` as timm's `--model-kwargs` does: a Python literal or text.
+    """Parse `key=value` as timm's `--model-kwargs` does, as a Python literal or text, but read `true` as a value.
 
-    `true`, `false` and `null` are no text, and neither are lists and mappings of YAML, such as `[a, b]`.
+    Literals that JSON cannot store, such as sets, are text.
     """
-    from ._yaml import YAMLError, load_yaml
-
     key, value = _parts(text)
     try:
         read = ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: thousands of nested lists
-        if not value.startswith(("[", "{")):
-            return key, _JSON.get(value, value)
-        try:
-            read = load_yaml(value)
-        except YAMLError:
-            raise UserError(f"the value in '{text}' is neither a Python literal nor YAML") from None
-    try:
         json.dumps(read)
-    except TypeError:
-        raise UserError(f"the value in '{text}' contains {read!r}: write numbers, text, lists and mappings") from None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # the last two: thousands of lists
+        return key, _JSON.get(value, value)
     return key, read
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
+    return int(text)
 
 
 def _sbatch_option(text: str) -> tuple[str, Any]:

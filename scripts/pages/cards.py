@@ -23,7 +23,7 @@ import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.convert import SUFFIXES, base_name, is_variant, suffix_of
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab.paper import experiments
-from timm_ortho.lab.reporting.card_file import comparison
+from timm_ortho.lab.reporting.collect import comparison
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part
 from timm_ortho.run_folder import Run, card_values

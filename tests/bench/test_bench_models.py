@@ -43,44 +43,11 @@ def built(step, one=None, layout="tokens", dtype=torch.float32, mode="eager"):
     return models._model_candidates(one or tiny_vit(), torch.device("cpu"), layout, dtype, mode, step)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_skips_are_measured_against_the_identity(tmp_path):
-    rows = run(tmp_path, "--what", "models", "--models", "skipnet_20_branch4_ortho", "--model-kwargs", "layers=[1,1,1]",
-               "--skips", "orthogonal_tp", "scaled", "--no-compile", "--repeats", "1", "-b", "2")
-    assert {row["candidate"] for row in rows} == {"linear", "orthogonal_tp", "scaled"}
-    assert all(float(row["ratio_p50"]) > 0 for row in rows)
-    by_name = models._models(architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
-    skips = {name: [site.connection.skip for site in sites(model)] for name, model in by_name.items()}
-    assert set(skips) == {"linear", "idempotent_mr"}
-    assert set(skips["linear"]) == {None}
-    assert {skip.name for skip in skips["idempotent_mr"]} == {"idempotent_mr"}
-    same_weights(by_name)
-
-
-def test_groups_of_channels_are_measured_beside_one_group():
-    by_name = models._models(tiny_vit("vit_small", groups=[2, 4]))
-    groups = {name: sites(model)[0].connection.groups for name, model in by_name.items()}
-    assert groups == {"linear": 1, "ortho": 1, "orthog": 1, "ortho_groups_2": 2, "ortho_groups_4": 4}
-    same_weights(by_name)
-
-
-def test_skips_have_the_branches_of_the_network():
-    for arguments, branches in (({}, 4), ({"skip_branches": 8}, 8)):
-        one = architecture(
-            "skipnet_20_branch4", 2, None, {"layers": (1, 1, 1), **arguments}, ["idempotent_mr"])
-        skips = [site.connection.skip for site in sites(models._models(one)["idempotent_mr"])]
-        assert {skip.branches for skip in skips} == {branches}
-
-
 def test_models_of_a_group_differ_only_in_connections():
     by_name = models._models(tiny_vit("vit_small"))
     assert list(by_name) == ["linear", "ortho", "orthog"]
     kinds = [{type(site.connection).__name__ for site in sites(model)} for model in by_name.values()]
     assert kinds == [{"LinearConnection"}, {"FeatureConnection"}, {"GlobalConnection"}]
-    same_weights(by_name)
-
-
-def same_weights(by_name):
     first, *others = (model.state_dict() for model in by_name.values())
     for state in others:
         assert state.keys() == first.keys()

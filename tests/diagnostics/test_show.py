@@ -158,7 +158,6 @@ def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
     (["local-dir:/nowhere"], "local-dir:/nowhere: its config.json is not timm's: FileNotFoundError"),
-    (["vit_test_ortho", "--pretrained", "--checkpoint", "/nowhere.pth"], "load different weights: omit one of them"),
     (["vit_test_ortho", "--ema"], "--ema is for runs and their checkpoints, not for 'vit_test_ortho': omit --ema"),
     (["hf-hub:me/my-model", "--ema"], "not for 'hf-hub:me/my-model': omit --ema"),
     (["vit_test_ortho", "--model-kwargs", "checkpoint_path=/nowhere.pth"], "pass --checkpoint FILE instead of"),

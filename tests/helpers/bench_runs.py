@@ -22,5 +22,5 @@ def run(folder, *arguments):
     return read(folder)
 
 
-def tiny_vit(name="vit_small_ortho", groups=()):
-    return architecture(name, 2, None, dict(img_size=32, depth=1, embed_dim=32, num_heads=2), groups=groups)
+def tiny_vit(name="vit_small_ortho"):
+    return architecture(name, 2, None, dict(img_size=32, depth=1, embed_dim=32, num_heads=2))

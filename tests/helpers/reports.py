@@ -3,24 +3,12 @@ import json
 import re
 from xml.etree import ElementTree
 
-from timm_ortho.lab.commands import report_on
-
-
-def rewrite(values, folder):
-    """Write the report of the content of a results.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(values), encoding="utf-8")
-    return report_on([folder / "results.json"])
+from timm_ortho.lab.reporting import report
 
 
 def write(study, runs, unfinished, folder):
     """Write the report of a study."""
-    return rewrite({"study": study, "runs": runs, "unfinished": unfinished}, folder)
-
-
-def again(file, folder):
-    """Write a report again from its results.json."""
-    return rewrite(json.loads(file.read_text(encoding="utf-8")), folder)
+    return report.write(report.Part.of(study, runs, unfinished), folder)
 
 
 def results(folder):
@@ -38,9 +26,9 @@ def parsed(folder):
 
 
 def tables_of(folder):
-    """Return the page's tables; a row is a list of texts. A cell that spans columns is repeated for each column."""
-    return [[[text for cell in row for text in ["".join(cell.itertext())] * int(cell.get("colspan", 1))]
-             for row in table.iter("tr")] for table in parsed(folder).iter("table")]
+    """Return the page's tables; a row is a list of texts."""
+    return [[["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+            for table in parsed(folder).iter("table")]
 
 
 def lines_of(folder):

@@ -52,7 +52,7 @@ def tiny(tmp_path_factory):
 
 
 def finished(output):
-    part, = collect.collect([output]).values()
+    part = collect.collect([output])
     return [(item["cell"], item["connection"], item["seed"]) for item in part.runs], part.unfinished
 
 
@@ -97,7 +97,7 @@ def test_finished_runs_are_not_started_again(tiny, monkeypatch, capsys):
 
 def test_collected_results(tiny):
     _, output = tiny
-    part, = collect.collect([output]).values()
+    part = collect.collect([output])
     assert (part.unfinished, part.study["axes"], part.study["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
     assert [(item["cell"]["lr"], item["connection"]) for item in part.runs] == [
         (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]

@@ -48,16 +48,9 @@ def test_assignments_are_read_as_timms_parser_does(text, value):
 
 
 @pytest.mark.parametrize(("text", "value"), [
-    ("true", True), ("false", False), ("null", None), ("[linear, 2]", ["linear", 2]), ("{file: a}", {"file": "a"}),
-])
-def test_assignments_read_yaml_that_is_no_python(text, value):
+    ("true", True), ("false", False), ("null", None), ("[linear, 2]", "[linear, 2]"), ("{0, 1}", "{0, 1}")])
+def test_other_assignments(text, value):
     assert cli._assignment(f"a={text}") == ("a", value)
-
-
-@pytest.mark.parametrize("text", ["{0, 1}", "[2026-11-28]", "1j"])
-def test_values_that_json_cannot_store_are_refused(text, capsys):
-    assert cli.main(["compare", "--model-kwargs", f"a={text}"]) == 2
-    assert f"the value in 'a={text}' contains " in capsys.readouterr().err
 
 
 def test_values_for_sbatch_are_text():

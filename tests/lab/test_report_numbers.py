@@ -10,7 +10,7 @@ import scipy.stats
 from helpers.made_up_runs import DATA, accuracy, run_of, runs_of, study_of
 from helpers.reports import lines_of, parsed, results, tables_of, texts, write
 
-from timm_ortho.lab.reporting import collect, report
+from timm_ortho.lab.reporting import collect
 
 pytestmark = pytest.mark.usefixtures("undrawn_module")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
@@ -51,8 +51,7 @@ def test_the_papers_number_of_the_same_data_set_is_in_the_line(tmp_path):
 
 @pytest.mark.parametrize(("name", "measure", "expected"), [
     ("switch_kept", "best5", 77.8), ("switch_kept", "best5_top5", 97.8),  # Table 10: epochs 0, 1, 2, 4 and 5
-    ("switch_reinitialised", "final5", 74.5), ("switch_reinitialised", "final5_top5", 94.5),  # Table 3: epochs 4 to 7
-    ("head_norm", "best5", 77.8)])  # Table 9
+    ("switch_reinitialised", "final5", 74.5), ("switch_reinitialised", "final5_top5", 94.5)])  # Table 3: epochs 4 to 7
 def test_studies_have_the_measure_of_the_papers_table(tmp_path, name, measure, expected):
     study, (run, *_) = study_of(name), runs_of(name)
     history = [{"epoch": epoch, "eval_top1": value, "eval_top5": value + 20}
@@ -149,18 +148,13 @@ def test_top5_of_five_classes_is_no_metric(tmp_path, classes, metrics):
     assert ("top-5" in texts(tmp_path)[0]) == (metrics == 2)
 
 
-def test_each_study_is_adjusted_by_itself(tmp_path):
-    report.write([report.Part.of(*accuracy(BOTH), []) for _ in range(2)], tmp_path)
-    assert "adjusted for the comparisons of the study (2, 2)" in texts(tmp_path)[0]
-
-
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
     """One of 20 confidence intervals excludes zero. After Holm's adjustment of p, the difference is not detected."""
     axis = {"index": list(range(20))}
     runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
             for index in range(20) for connection in ("linear", "feature")
             for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, -1.2, 0.1))]
-    study = study_of("mine", paper="", table="", axes=axis, report={"measures": ["top1"]})
+    study = study_of("mine", axes=axis, report={"measures": ["top1"]})
     text = write(study, runs, [], tmp_path)
     assert "None of 20 differences was detected." in text
     assert title_of(tmp_path) == "What about mine?"  # many comparisons have no short answer
@@ -172,7 +166,7 @@ def test_the_csv_has_a_row_for_each_run_epoch_and_metric(tmp_path):
     write(study, runs, [], tmp_path)
     with open(tmp_path / "history.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["study", "lr", "connection", "seed", "epoch", "metric", "value"]
+    assert list(rows[0]) == ["lr", "connection", "seed", "epoch", "metric", "value"]
     assert len(rows) == sum(len(row) - 1 for run in runs for row in run["history"])
     last = [float(row["value"]) for row in rows if (row["epoch"], row["metric"]) == ("3", "eval_top1")]
     assert last == [run["top1"] for run in runs]
@@ -186,7 +180,7 @@ def test_a_connection_without_accuracies_is_named(tmp_path, connections, missing
     study, runs = accuracy(BOTH, **MINE, data=DATA)
     for run in runs:
         if run["connection"] in connections:
-            run.update(top1=missing, loss=missing, best_top1=missing)
+            run.update(top1=missing, loss=missing)
     text = write(study, runs, [], tmp_path)
     assert "not finite (3 runs)" in text
     assert "1 difference could not be tested: no pair of finite runs." in text
@@ -199,7 +193,7 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     study, runs = study_of("layer_pattern"), runs_of("layer_pattern")
     for run in runs:
         if run["cell"]["layers"] == "all" or (run["cell"]["layers"] == "0,1" and run["seed"] == 1):
-            run.update(top1=missing, top5=missing, loss=missing, best_top1=missing)
+            run.update(top1=missing, top5=missing, loss=missing)
             for row in run["history"]:
                 row.update(eval_top1=missing, train_loss=missing)
     write(study, runs, [], tmp_path)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 from helpers.made_up_runs import runs_of, study_of
-from helpers.reports import rewrite
+from helpers.reports import write
 
 from scripts import evidence, publish
 from scripts.pages import __main__ as pages
@@ -29,7 +29,7 @@ def root(tmp_path, monkeypatch):
 
 
 def finished(folder, study, runs, unfinished=()):
-    rewrite({"study": study, "runs": runs, "unfinished": list(unfinished)}, folder)
+    write(study, runs, list(unfinished), folder)
     (folder / "study.yaml").touch()
     return folder
 

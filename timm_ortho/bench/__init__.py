@@ -36,8 +36,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     The file is written after each group. Ctrl-C also prints the tables of the finished groups.
 
     Args:
-        requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
-            `img_size`, `model_kwargs`, `skips`, `groups` and `modes`.
+        requested: Options by name, see `options.resolve`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the file.
         command: Command line, for the CSV.

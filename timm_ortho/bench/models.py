@@ -3,7 +3,6 @@ from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
 
 import timm
 import torch
@@ -28,8 +27,9 @@ def model_groups(options: Namespace) -> list[Group]:
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """
+    dtypes = [dtype for dtype in options.dtypes if dtype in DTYPES]  # only the operator has mixed dtypes
     return [_model_group(options.device, model, *how) for model in options.models
-            for how in product(model.layouts, options.dtypes, options.modes, MODEL_STEPS)]
+            for how in product(model.layouts, dtypes, options.modes, MODEL_STEPS)]
 
 
 def _model_group(
@@ -53,13 +53,13 @@ def _model_candidates(
 
 def _models(architecture: Architecture) -> dict[str, nn.Module]:
     """Return the models of a group by name. `linear` is the first. All models have the same weights."""
-    def seeded(variant: str, **arguments: Any) -> nn.Module:
+    def seeded(variant: str) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return timm.create_model(variant, **{**architecture.arguments, **arguments})
+            return timm.create_model(variant, **architecture.arguments)
 
-    variants = {name: seeded(variant, **own) for name, (variant, own) in architecture.variants.items()}
-    return {"linear": connect(seeded(f"{architecture.base}_ortho"), "linear"), **variants}
+    return {"linear": connect(seeded(f"{architecture.base}_ortho"), "linear"),
+            **{name: seeded(variant) for name, variant in architecture.variants.items()}}
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:

@@ -209,19 +209,14 @@ def _without_repeats(above: Sequence[str], line: Sequence[str]) -> list[str]:
 
 
 def write_rows(folder: Path, rows: Sequence[Measurement]) -> None:
-    """Write `bench.csv` atomically."""
+    """Write `bench.csv`, which replaces an existing file in one step."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
     for row in rows:
         table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
-    write(folder / "bench.csv", text.getvalue())
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = path.with_name(f".{path.name}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    partial_file = folder / ".bench.csv.partial"
     partial_file.unlink(missing_ok=True)  # a link of another person to a file elsewhere
-    partial_file.write_text(text, encoding="utf-8")
-    os.replace(partial_file, path)
+    partial_file.write_text(text.getvalue(), encoding="utf-8")
+    os.replace(partial_file, folder / "bench.csv")

@@ -1,21 +1,19 @@
 """The functions behind `timm-ortho study` and `timm-ortho compare`."""
-import json
 import shlex
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Optional, Sequence
 
 import torch
 
 from . import LabError, refuse_links
-from .folder import Variant, only_command, read_as
+from .folder import Variant, only_command
 from .planning.design import COMPARISON, Design, load
 from .planning.plan import STUDY, StudyPlan, plan, read
 from .planning.request import Request
-from .reporting import card_file, report
-from .reporting.collect import collect, status
-from .reporting.report import Part
+from .reporting import collect, report
+from .reporting.collect import status
 from .running import launcher
 from .running.slurm import Slurm
 from .running.timm_script import command as train_command
@@ -154,34 +152,24 @@ def _opening(planned: StudyPlan) -> list[str]:
 
 
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:
-    """Write the report of all finished runs, and return its main table as text.
+    """Write the report of all finished runs of a study, and return its main table as text.
 
     A report in the output folder of a study also writes the comparison into the `run.json` of the runs in this folder.
 
     Args:
-        folders: Output folders of studies, folders of published studies, and folders of runs. Alternatively, one
-            `results.json` file, whose report is written again.
-        output: Folder of the report. The default is the first of `folders`, or the folder of the `results.json`.
+        folders: The output folder of a study or a published study, and folders of further runs, see
+            `reporting.collect`.
+        output: Folder of the report. The default is the first of `folders`.
         opened: Open the report in the browser.
     """
-    if len(folders) == 1 and folders[0].suffix == ".json":
-        output = output or folders[0].parent
-        parts = read_as(folders[0], lambda text: _parts(json.loads(text)), "choose the results.json of a report")
-        text = report.write(parts, output)
-    else:
-        output = output or folders[0]
-        own = [folder for folder in folders  # other folders may be read-only
-               if (folder / STUDY).is_file() and folder.resolve() == output.resolve()]
-        refuse_links(*(folder / point["run"] for folder in own for point in read(folder)["places"]))
-        parts = collect(folders)
-        text = report.write(list(parts.values()), output)
-        for folder in own:
-            card_file.write(folder, parts[folder])
+    folder, output = folders[0], output or folders[0]
+    own = (folder / STUDY).is_file() and folder.resolve() == output.resolve()  # other folders may be read-only
+    if own:
+        refuse_links(*(folder / point["run"] for point in read(folder)["places"]))
+    part = collect.collect(folders)
+    text = report.write(part, output)
+    if own:
+        collect.write_comparison(folder, part)
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text
-
-
-def _parts(results: Mapping[str, Any]) -> list[Part]:
-    return [Part.of(part["study"], part["runs"], part["unfinished"], part.get("recorded"))
-            for part in results.get("parts", [results])]

@@ -3,7 +3,7 @@
 A run trains one model with one connection, setting and seed. The trainer is the lab's own loop or timm's `train.py`.
 :mod:`timm_ortho.run_folder` lists the files of the folder, and reads them. `run.json` is written by planning (the
 plan), by `running.run` (its process, and the result), by the launcher (the failure of a killed process, or the job of
-Slurm) and by `reporting.card_file` (the comparison). A process writes the files of a folder only while it has the lock.
+Slurm) and by `reporting.collect` (the comparison). A process writes the files of a folder only while it has the lock.
 
 The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.
 """

@@ -1,18 +1,23 @@
-"""Collect the runs in output folders for a report."""
+"""Collect the runs of a study for its report, and write the comparison into the `run.json` of each run.
+
+`timm-ortho push` makes cards from this comparison.
+"""
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from ..._text import aligned
+from ..._text import aligned, finite
 from ...convert import SUFFIXES, base_name, suffix_of
-from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options
+from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
 from .. import LabError
-from ..folder import Variant, history, metrics_of, read_lines, record, state
-from ..planning.plan import STUDY, read
+from ..folder import Variant, history, metrics_of, read_lines, record, save, state, work_on
+from ..planning.design import COMPARISON
+from ..planning.plan import read
 from ..running.features import add_cka
 from ..train_options import options_with
-from . import published
+from . import published, tables
 from .layout import grouped
 from .report import Part
 
@@ -21,42 +26,31 @@ _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused")
     "seed", "batch_size", "grad_accum_steps", "num_classes", "in_chans", "device_modules", "data", "resume"}
 
 
-def collect(folders: Sequence[Path]) -> dict[Path, Part]:
-    """Return the studies and their runs, by the folder of the study.
+def collect(folders: Sequence[Path]) -> Part:
+    """Return a study and its runs.
 
     Args:
-        folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
-            trained with `train.py`. A user's run is added to the first study in `folders` that plans a run
-            with the same settings.
+        folders: A published study, or the output of `timm-ortho study` or `compare`. In the second case, folders of
+            runs may follow that the user trained with `train.py`, with the settings of a run of the study.
 
     Raises:
-        LabError: A folder is not one of these kinds or lacks metrics, no study plans a run with the settings of a
-            user's run, or two runs have the same cell, connection and seed.
+        LabError: A folder is not of this kind, or the study plans no run with the settings of a user's run, or two
+            runs have the same cell, connection and seed.
     """
-    parts, rest = {}, []
-    for folder in folders:
-        if (folder / published.STUDY).is_file():
-            study, runs, recorded = published.read(folder)
-            parts[folder] = Part.of(study, runs, [], recorded)
-        else:
-            rest.append(folder)
-    return {**parts, **_of_outputs(rest)} if rest else parts
-
-
-def _of_outputs(folders: Sequence[Path]) -> dict[Path, Part]:
-    studies = [folder for folder in folders if (folder / STUDY).is_file()]
-    by_hand = [folder for folder in folders if folder not in studies]
-    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises a LabError
-    parts = [_of_study(folder, values) for folder, values in plans]
-    for folder in by_hand:
-        number, run = _by_hand(folder, plans)
-        study, runs, _ = parts[number]
+    folder, *by_hand = folders
+    if (folder / published.STUDY).is_file() and not by_hand:
+        study, runs, recorded = published.read(folder)
+        return Part.of(study, runs, [], recorded)
+    values = read(folder)
+    study, runs, unfinished = _of_study(folder, values)
+    for path in by_hand:
+        run = _by_hand(path, folder, values)
         if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
-            raise LabError(f"{folder} is a second run of '{run['connection']}' with seed {run['seed']} in study "
-                           f"'{study['name']}': leave one of the two out, or train it with another --seed")
+            raise LabError(f"{path} is a second run of '{run['connection']}' with seed {run['seed']}: leave one of the "
+                           "two out, or train it with another --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
-    return {folder: Part.of(*part) for (folder, _), part in zip(plans, parts, strict=True)}
+    return Part.of(study, runs, unfinished)
 
 
 def _of_study(folder: Path, values: Mapping[str, Any]) -> tuple[dict, list[dict], list[str]]:
@@ -83,15 +77,9 @@ def _run(folder: Path) -> Optional[dict]:
     if found is None or found.result is None:
         return None
     plan = Variant.read(folder)
-    return {
-        "representation": None,
-        **found.result,
-        "made_with": found.made_with,
-        **_weights(plan.stages[-1].options),
-        "history": history(folder, plan),
-        "probe": read_lines(folder / PROBE),
-        "dynamics": read_lines(folder / RECORDS),
-    }
+    return {"representation": None, **found.result, "made_with": found.made_with, **_weights(plan.stages[-1].options),
+            "history": history(folder, plan), "probe": read_lines(folder / PROBE),
+            "dynamics": read_lines(folder / RECORDS)}
 
 
 def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
@@ -99,38 +87,31 @@ def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
     return {"ema": True} if options.get("model_ema") and not options.get("model_ema_force_cpu") else {}
 
 
-def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
-    """Return a run that the user trained with `train.py`, and the index of the study that it matches."""
-    rows = read_history(folder, finished=True)
-    if not (folder / OPTIONS).is_file() or not rows:
-        raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
+def _by_hand(path: Path, root: Path, values: Mapping[str, Any]) -> dict:
+    """Return a run that the user trained with `train.py`, with the cell that it matches."""
+    rows = read_history(path, finished=True)
+    options = read_options(path) if (path / OPTIONS).is_file() else {}
+    if not (rows and options.get("model") and isinstance(options.get("seed"), int)):
+        raise LabError(f"{path} is no run of train.py, which has args.yaml (with model and seed) and summary.csv")
     if not all("eval_top1" in row for row in rows):
-        raise LabError(f"{folder} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
-    options = read_options(folder)
-    lacking = [key for key in ("model", "seed") if options.get(key) in (None, "")]
-    if lacking:
-        raise LabError(f"{folder / OPTIONS} names no {lacking[0]}, so train.py did not write it")
+        raise LabError(f"{path} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     nearest: Optional[list[str]] = None
-    for number, (root, values) in enumerate(studies):
-        for point in values["places"]:
-            if point["connection"] != connection:
-                continue
-            plan = Variant.read(root / point["run"])
-            if len(plan.stages) > 1:
-                continue
-            differing = _differing(options, rows, plan)
-            if not differing:
-                return number, {
-                    "model": options["model"], "cell": point["cell"], "connection": connection, "seed": options["seed"],
-                    "dataset": values["study"]["dataset"], "trainer": "train.py", **metrics_of(rows),
-                    **_weights(options), "history": rows,
-                    "made_with": {"command": f"by hand, in {folder}"}}
-            nearest = min(nearest or differing, differing, key=len)
+    for point in values["places"]:
+        plan = Variant.read(root / point["run"])
+        if point["connection"] != connection or len(plan.stages) > 1:
+            continue
+        differing = _differing(options, rows, plan)
+        if not differing:
+            return {"model": options["model"], "cell": point["cell"], "connection": connection,
+                    "seed": options["seed"], "dataset": values["study"]["dataset"], "trainer": "train.py",
+                    **metrics_of(rows), **_weights(options), "history": rows,
+                    "made_with": {"command": f"by hand, in {path}"}}
+        nearest = min(nearest or differing, differing, key=len)
     advice = f"; the most similar run differs in {', '.join(nearest)}" if nearest else ""
-    raise LabError(f"{folder} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell "
-                   f"of these studies{advice}: leave this folder out, or add the folder of its study")
+    raise LabError(f"{path} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell of "
+                   f"this study{advice}")
 
 
 def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) -> list[str]:
@@ -157,3 +138,30 @@ def status(folder: Path) -> str:
     rows = [(name, *state(folder / name)) for name in names]
     counts = Counter(word for _, word, _ in rows)
     return "\n".join([*aligned(rows), ", ".join(f"{count} {word}" for word, count in counts.items()) or "no runs"])
+
+
+# ---------------------------------------------------------------------------------------------- the comparison
+def write_comparison(folder: Path, part: Part) -> None:
+    """Write the comparison of each finished run in the output folder of a study."""
+    rows = comparison(part)
+    split = (part.study.get("data") or {}).get("validation_split")
+    for name, cell in {cell["run"]: cell for cell in read(folder)["places"]}.items():
+        top1 = [{"seed": run["seed"], "top1": run["top1"]} for run in sorted(part.runs, key=lambda run: run["seed"])
+                if (run["cell"], run["connection"]) == (cell["cell"], cell["connection"]) and finite(run.get("top1"))]
+        found = read_run(folder / name)
+        compared = {"split": split, "top1": top1, "rows": rows}
+        if found is not None and found.result is not None and found.comparison != compared:
+            with work_on(folder / name):
+                save(folder / name, replace(found, comparison=compared))
+
+
+def comparison(part: Part) -> list[dict[str, Any]]:
+    """Return the rows of the comparison on a model card; empty if the study is not `timm-ortho compare`."""
+    if part.study["name"] != COMPARISON:
+        return []
+    rows = [tables.plain(entry) for entry in part.entries if entry.measure == "top1" and entry.values]
+    return [{"connection": row["cell"]["connection"], "baseline": part.study["baseline"]["connection"],
+             "seeds": row["seeds"], "top1_mean": row["mean"], "top1_std": row["std"],
+             "difference": row["difference"] and {key: row["difference"][key] for key in
+                                                  ("mean", "half_width", "pairs")}}
+            for row in rows]

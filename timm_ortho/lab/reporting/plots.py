@@ -2,9 +2,9 @@
 
 Lines show means over seeds, and shaded areas one standard deviation, where those of a panel do not overlap. Small dots
 show runs. Bars show one standard deviation about the mean or, in the plot of differences, confidence intervals. Means
-and deviations omit values that are not finite. A line has a gap where no seed has a finite value. Colour-blind readers
-can distinguish the colours: lines of blocks have viridis, and everything else has the colours of Okabe and Ito. As in
-the paper, linear is red and orthogonal is blue. Line styles and markers differ too.
+and deviations omit values that are not finite. A line has a gap where no seed has a finite value. The colours are those
+of Okabe and Ito, which colour-blind readers can distinguish. As in the paper, linear is red and orthogonal is blue.
+Line styles and markers differ too.
 """
 import math
 import re
@@ -13,9 +13,8 @@ from functools import partial
 from itertools import chain
 from statistics import fmean, stdev
 from textwrap import fill
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
@@ -26,7 +25,6 @@ from ...connections import CONNECTIONS
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .page import Picture
-from .statistics import ROUNDING
 from .tables import Entry, group_of
 
 _STYLES = (  # of the connections, in the order of their registry
@@ -37,7 +35,6 @@ STYLES = {name: dict(zip(("color", "linestyle", "marker"), look, strict=True))
 STYLES |= {paper.name("connection", name): look for name, look in STYLES.items()}
 _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
 _LINES = ("-", "--", "-.", ":")
-_OF_BLOCKS = (*_LINES, (0, (6, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3, 2, 3)))  # a legend lists eight
 _MARKERS = "vPX<>d*h"
 
 Name = Callable[[Run], str]
@@ -56,8 +53,9 @@ class Panel:
     below: str = ""  # title of the x axis; by default that of the chart
     marks: Sequence[float] = ()  # x of dotted vertical lines
     ticks: Sequence[str] = ()  # labels of x = 0, 1, ...; by default whole numbers
-    log: bool = False  # whether the y axis is logarithmic
-    chance: Optional[float] = None  # y of a dotted line, which is drawn if a value is less than twice as high
+    points: bool = False  # whether to draw each run as a dot, and bars instead of shades
+    log_x: bool = False  # whether the axis is logarithmic
+    log: bool = False  # the same for the y axis
     zero: bool = False  # whether to draw a dashed line at y = 0
 
 
@@ -153,36 +151,64 @@ def lines_chart(panels: Sequence[Panel], below: str, *, columns: int = 2, shared
     figure = Figure(figsize=(max(5.5, 3.5 * columns), 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
-        bands = {name: (x, *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
-        for name, (look, _, _) in panel.lines.items():
-            _band(axes, name, look, bands)
-        _title(axes, panel.title, panel.below or below)
-        whole = all(isinstance(at, int) for _, x, _ in panel.lines.values() for at in x)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
-        values = [value for _, _, curves in panel.lines.values() for value in chain(*curves) if finite(value)]
-        if panel.log and max(values, default=0) > 0:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        if panel.ticks:
-            step = max(1, len(panel.ticks) // 12)
-            axes.set_xticks(range(0, len(panel.ticks), step), panel.ticks[::step], rotation=60)
-        for mark in panel.marks:
-            axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
-        if panel.chance is not None and min(values, default=math.inf) < 2 * panel.chance:
-            axes.axhline(panel.chance, color="#555555", linewidth=1.1, linestyle=":", label="chance")
-        if panel.zero:
-            axes.axhline(0, color="#222222", linewidth=0.9, linestyle="--")
+        _draw(axes, panel, below)
     for axes in grid[len(panels):]:
         axes.remove()
     return _finished(figure)
 
 
+def _draw(axes: Axes, panel: Panel, below: str) -> None:
+    bands = {name: (x, *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
+    for name, (look, x, curves) in panel.lines.items():
+        if panel.points:
+            _, means, spread = bands[name]
+            axes.errorbar(x, means, yerr=[by or math.nan for by in spread], label=name, capsize=3, linewidth=1.3,
+                          markersize=5, **{**look, **({"linestyle": ""} if panel.ticks else {})})
+            dots = [(at, value) for curve in curves for at, value in zip(x, curve, strict=True) if finite(value)]
+            axes.scatter(*zip(*dots, strict=True), s=9, color=look["color"], alpha=0.45, linewidths=0)
+        else:
+            _band(axes, name, look, bands)
+    _title(axes, panel.title, panel.below or below)
+    _x_axis(axes, panel)
+    values = [value for _, _, curves in panel.lines.values() for value in chain(*curves) if finite(value)]
+    if panel.log and max(values, default=0) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    for mark in panel.marks:
+        axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
+    if panel.zero:
+        axes.axhline(0, color="#222222", linewidth=0.9, linestyle="--")
+
+
+def _x_axis(axes: Axes, panel: Panel) -> None:
+    """Set ticks at names, or at the points whose labels do not overlap. Lines have ticks at round numbers."""
+    values = sorted({at for _, x, _ in panel.lines.values() for at in x})
+    if panel.ticks:
+        step = max(1, len(panel.ticks) // 12)
+        rotation = 60 if len("".join(panel.ticks)) > 24 else 0
+        axes.set_xticks(range(0, len(panel.ticks), step), panel.ticks[::step], rotation=rotation)
+        axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
+    elif panel.points:
+        scale = math.log if panel.log_x else float
+        kept = values[:1]
+        for value in values[1:]:
+            if scale(value) - scale(kept[-1]) > 0.17 * (scale(values[-1]) - scale(values[0])):
+                kept.append(value)
+        axes.set_xscale("log" if panel.log_x else "linear")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(kept, list(map(value_text, kept)))
+    else:
+        whole = all(isinstance(at, int) for at in values)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
+
+
 def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[list[float], list[float]]:
     """Return means and standard deviations of curves at each x. Values may be None or NaN."""
     columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
-    return list(map(_mean, columns)), [stdev(column) if len(column) > 1 else 0.0 for column in columns]
+    return ([fmean(column) if column else math.nan for column in columns],
+            [stdev(column) if len(column) > 1 else 0.0 for column in columns])
 
 
 def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> None:
@@ -246,7 +272,7 @@ def _history(
     panel = _panel(f"{part}: {title}" if part else title, runs, name, points, among=scene.having("history"))
     panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
     panel.below = "training step" if steps else "epoch"
-    panel.log, panel.chance = column.endswith("loss"), scene.layout.chance if column == "eval_top1" else None
+    panel.log = column.endswith("loss")
     return panel
 
 
@@ -266,22 +292,15 @@ def progress(scene: Scene, runs: Sequence[Run], name: Name, part: str = "") -> t
     return loss, _history(scene, runs, "eval_top1", name, part)
 
 
-def _with_chance(caption: str, layout: Layout) -> str:
-    return f"{caption} The accuracy of chance is {layout.chance:.3g} %." if layout.chance else caption
-
-
-def _training(
-        scene: Scene, *, by: Optional[By] = None, lines: Names = None, name: str = "training", caption: str = "",
-) -> Pictures:
+def _training(scene: Scene, *, by: Optional[By] = None, lines: Names = None) -> Pictures:
     """Draw the loss by step, and top-1 by epoch."""
     by, line = scene.divided(by, lines)
-    runs = scene.having("history")
-    panels = [panel for part, members in scene.parts(by, runs) for panel in progress(scene, members, line, part)]
-    if not panels:
-        return
-    caption = caption or (f"Training loss, with a logarithmic y axis, and accuracy on the {scene.layout.images} "
-                          "images. A point of the loss is its mean over an epoch.")
-    yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch")
+    panels = [panel for part, members in scene.parts(by, scene.having("history"))
+              for panel in progress(scene, members, line, part)]
+    if panels:
+        caption = (f"Training loss, with a logarithmic y axis, and accuracy on the {scene.layout.images} images. A "
+                   "point of the loss is its mean over an epoch.")
+        yield _drawing("training", caption, panels, "epoch")
 
 
 def _curves(
@@ -294,80 +313,40 @@ def _curves(
               for part, members in scene.parts(by, runs)]
     if panels and scene.layout.varies(column):
         caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
-        yield _drawing(name, _with_chance(caption, scene.layout), panels, "epoch", shared=True)
+        yield _drawing(name, caption, panels, "epoch", shared=True)
 
 
 # ---------------------------------------------------------------------------------------------- the stream
 _PROBES = {
-    "stream": ("stream norm |x|", lambda site: math.sqrt(site["stream"]) if finite(site["stream"]) else None),
-    "cosine": ("cosine of x and f", lambda site: site["cosine"]),
+    "stream norm |x|": lambda site: math.sqrt(site["stream"]) if finite(site["stream"]) else None,
+    "cosine of x and f": lambda site: site["cosine"],
 }
 
 
-def _stream(scene: Scene, *, lines: Names = None) -> Pictures:
+def _stream(scene: Scene) -> Pictures:
     """Draw the norm and cosine of the stream at each site. Only the lab's loop measures them (`probe.jsonl`)."""
-    runs = scene.having("probe")
-    if not runs:
-        return
-    by, name = scene.divided(None, lines)
-    parts = scene.parts(by, runs)
-    panels = []
-    for part, members in parts:
-        for sites, of_sites in _by_sites(members):
-            names = [part, *(dict.fromkeys(map(name, of_sites)) if len(of_sites) < len(members) else ())]
-            for title, read in _PROBES.values():
-                panel = _panel(": ".join(filter(None, [", ".join(filter(None, names)), title])), of_sites, name,
+    by, name = scene.divided(None, None)
+    runs, panels = scene.having("probe"), []
+    for part, members in scene.parts(by, runs):
+        by_sites = grouped(members, _sites_of)  # models with other sites have other panels
+        for sites, of_sites in by_sites.items():
+            subject = ", ".join(dict.fromkeys(filter(None, [
+                part, *(map(name, of_sites) if len(by_sites) > 1 else ())])))
+            for title, read in _PROBES.items():
+                panel = _panel(f"{subject}: {title}" if subject else title, of_sites, name,
                                lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))), among=runs)
                 panel.ticks = sites
                 panels.append(panel)
-    yield _drawing(
-        "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
-        f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
-        "images. The plot shows the root of the mean of |x|², and the mean cosine.",
-        panels, "site, from the first block to the last")
-    # Published runs may have only the probes before and after training. A run of one epoch has no other probes.
-    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):
-        return
-    for key, (title, read) in _PROBES.items():
-        panels = [_by_epoch(f"{', '.join(filter(None, (part, line)))}: {title}", of_line, read)
-                  for part, members in parts for line, of_line in grouped(members, name).items()]
-        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, averaged over the sites of each "
-                       "block.", panels, "epochs done", shared=True)
+    if panels:
+        yield _drawing(
+            "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
+            f"training. Both are computed over the channels of each token or pixel of one batch of "
+            f"{scene.layout.images} images. The plot shows the root of the mean of |x|², and the mean cosine.",
+            panels, "site, from the first block to the last")
 
 
-def _by_sites(runs: Sequence[Run]) -> list[tuple[Sequence[str], list[Run]]]:
-    """Group runs whose models have the same sites, and return the names of the sites of each group.
-
-    A shallower model whose sites are the first ones of a deeper model is in the group of the deeper model.
-    """
-    names = [tuple(f"{site['layer']} {site['kind']}" for site in run["probe"][-1]["sites"]) for run in runs]
-    deepest = [one for one in dict.fromkeys(names)
-               if not any(one != other == (*one, *other[len(one):]) for other in names)]
-    return [(one, [run for run, of_run in zip(runs, names, strict=True) if of_run == one[:len(of_run)]])
-            for one in deepest]
-
-
-def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
-    """Return a panel with a line for each block. Of more than eight blocks, the legend lists the first and last."""
-    def points(run: Run, layer: int) -> dict[float, float]:
-        return {probe["epochs_done"]: _mean(read(site) for site in probe["sites"] if site["layer"] == layer)
-                for probe in run["probe"]}
-
-    layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
-    named = layers if len(layers) <= 8 else (layers[0], layers[-1])
-    return Panel(title, {
-        f"{'' if layer in named else '_'}block {layer}": _line(
-            _look(layer, layers[-1]), runs, partial(points, layer=layer)) for layer in layers})
-
-
-def _mean(values: Iterable[Optional[float]]) -> float:
-    kept = [value for value in values if finite(value)]
-    return fmean(kept) if kept else math.nan
-
-
-def _look(layer: int, last: int) -> dict[str, Any]:
-    return {"color": colormaps["viridis"](0.9 * layer / max(1, last)),
-            "linestyle": _OF_BLOCKS[layer % len(_OF_BLOCKS)]}
+def _sites_of(run: Run) -> tuple[str, ...]:
+    return tuple(f"{site['layer']} {site['kind']}" for site in run["probe"][-1]["sites"])
 
 
 _SOURCES = {"stream": " (the paper's Figure 3)", "cosine": " (the paper's Figures 3 and 12)",
@@ -381,9 +360,9 @@ _COEFFICIENTS = {  # sentences about plots without transition points
 }
 
 
-def _traces(scene: Scene, *, lines: Names = None) -> Pictures:
+def _traces(scene: Scene) -> Pictures:
     """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
-    runs, name = scene.having("dynamics"), scene.named(lines)
+    runs, name = scene.having("dynamics"), scene.named(None)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
     for kind, sites in _sites(runs).items():
@@ -450,85 +429,48 @@ def _points(
         scene: Scene, *, x: str, lines: Names = None, measures: Names = None, log: bool = False, pearson: bool = False,
         name: str = "", caption: str = "",
 ) -> Pictures:
-    """Draw measures over the dimension `x`, with every run, and the mean and standard deviation over the seeds."""
-    titles = {scene.layout.label("measure", key): MEASURES[key].read
-              for key in (scene.layout.measures if measures is None else measures)
-              if scene.layout.varies(key) and any(finite(MEASURES[key].read(run)) for run in scene.runs)}
-    if not titles:
+    """Draw measures over the dimension `x`, with every run, and the mean and standard deviation over the seeds.
+
+    Lines join the means of an `x` with numbers. `log` makes its axis logarithmic, and `pearson` adds the correlation.
+    """
+    def at(run: Run) -> Any:
+        return run["cell"].get(x, run.get(x))
+
+    layout, line = scene.layout, scene.named(lines, x)
+    values = list(dict.fromkeys(map(at, scene.runs)))
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    below, panels, correlations = layout.titles.get(x, x), [], []
+    for measure in filter(layout.varies, layout.measures if measures is None else measures):
+        title, read = layout.label("measure", measure), MEASURES[measure].read
+        runs = [run for run in scene.runs if finite(read(run))]
+        if runs:
+            panel = _panel(title, runs, line, lambda run, read=read: {
+                at(run) if numeric else values.index(at(run)): read(run)}, among=scene.runs)
+            panel.points, panel.log_x = True, log and numeric and min(values) > 0
+            panel.ticks = [] if numeric else [layout.label(x, value_text(value)) for value in values]
+            panels.append(panel)
+            correlations += [f"{title}: {correlation(runs, x, read)}"] if pearson else []
+    if not panels:
         return
-    below = scene.layout.titles.get(x, x)
     caption = (f"{caption or f'By {x}.'} x axis: {below}. Small dots: runs. Markers and bars: mean and standard "
                "deviation over the seeds.")
     if pearson:
-        correlations = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
         caption = f"{caption} Pearson's correlation over the runs: {'; '.join(correlations)}."
-    groups = grouped(scene.runs, scene.named(lines, x))
-    yield Picture(name or x, caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
-                  partial(_draw_points, scene, x, titles, groups, log))
+    titles = " and ".join(panel.title for panel in panels)
+    yield Picture(name or x, caption, f"{titles} over {below}. Lines: {', '.join(grouped(scene.runs, line))}.",
+                  partial(lines_chart, panels, below))
 
 
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
     """Return Pearson's r of a metric with an axis of the grid over all runs, and its two-sided p.
 
-    r is undefined for fewer than three runs, or if the axis or the metric does not vary. p is undefined if all runs are
-    on a line, because no residuals remain to estimate a variance.
+    r is undefined for fewer than three runs, or if the axis or the metric does not vary.
     """
     pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return f"r undefined ({len(pairs)} runs)"
     result = pearsonr(*zip(*pairs, strict=True))
-    p = "no p because all runs are on one line" if 1 - abs(result.statistic) < ROUNDING else f"p = {result.pvalue:.2g}"
-    return f"r = {result.statistic:+.2f}, {p}, {len(pairs)} runs"
-
-
-def _draw_points(
-        scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool) -> Figure:
-    """Draw points. If x has numbers, lines join the means. If a name on x has several groups, they are side by side."""
-    def at(run: Run) -> Any:
-        return run["cell"].get(x, run.get(x))
-
-    values, names = list(dict.fromkeys(map(at, scene.runs))), list(groups)
-    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    one_each = len({(at(run), name) for name, runs in groups.items() for run in runs}) == len(values)
-    aside = 0.0 if numeric or one_each else 0.18
-    figure = Figure(figsize=(max(5.5, 5.0 * len(titles)), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(titles), squeeze=False).flat
-    for axes, (title, read) in zip(panels, titles.items(), strict=True):
-        for index, (name, runs) in enumerate(groups.items()):
-            by_value = grouped([run for run in runs if finite(read(run))], at)
-            beside = aside * (index - (len(names) - 1) / 2)
-            points = {value if numeric else values.index(value) + beside: list(map(read, members))
-                      for value, members in by_value.items()}
-            _errorbars(axes, points, name, style(name, names) if numeric else {**style(name, names), "linestyle": ""})
-        _title(axes, title, scene.layout.titles.get(x, x))
-        if numeric:
-            _ticks(axes, sorted(values), log and min(values) > 0)
-        else:
-            labels = [scene.layout.label(x, value_text(value)) for value in values]
-            axes.set_xticks(range(len(values)), labels)
-            axes.set_xlim(-0.5, len(values) - 0.5)
-    return _finished(figure)
-
-
-def _errorbars(axes: Axes, points: Mapping[float, Sequence[float]], name: str, look: Mapping[str, Any]) -> None:
-    at = sorted(points)
-    means = [fmean(points[x]) for x in at]
-    bars = [stdev(points[x]) if len(points[x]) > 1 else math.nan for x in at]
-    axes.errorbar(at, means, yerr=bars, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
-    axes.scatter([x for x in at for _ in points[x]], [value for x in at for value in points[x]], s=9,
-                 color=look["color"], alpha=0.45, linewidths=0)
-
-
-def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
-    """Set ticks at the values, but leave out ticks whose labels would overlap."""
-    scale = math.log if log else float
-    kept = [values[0]]
-    for value in values[1:]:
-        if scale(value) - scale(kept[-1]) > 0.085 * (scale(values[-1]) - scale(values[0])):
-            kept.append(value)
-    axes.set_xscale("log" if log else "linear")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(kept, [value_text(value) for value in kept])
+    return f"r = {result.statistic:+.2f}, p = {result.pvalue:.2g}, {len(pairs)} runs"
 
 
 # ----------------------------------------------------------------------------------------------- differences

@@ -1,9 +1,8 @@
 """Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and their numbers.
 
-A report depends only on its parts, see `Part.of`. `results.json` contains them, with fewer recorded steps and a summary
-of all recorded steps, so the report can be rewritten. `history.csv` has a row for each run, epoch and metric.
-Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's `layout`
-lists its tables and plots. The title and the first sentences are the answer.
+A report depends only on its `Part`. `results.json` contains it, with fewer recorded steps, and `history.csv` has a row
+for each run, epoch and metric. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their
+rendering in `page`. A study's `layout` lists its tables and plots. The title and the first sentences are the answer.
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
@@ -20,7 +19,7 @@ lists its tables and plots. The title and the first sentences are the answer.
         "report": {"rows": [...], ...},     # see `layout`
         "validation": "test",               # images of the accuracy: "test" or "hold-out"
         "data": {"image_size": [32, 32],    # None if the models differ
-                 "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
+                 "first_image": [32, 32], "channels": 3, "classes": 10,
                  "train": 50000, "validation": 10000, "validation_split": "test"},
     }
     runs = [{
@@ -29,23 +28,18 @@ lists its tables and plots. The title and the first sentences are the answer.
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss",                 # after the last epoch, on the images of "validation"; top-k in percent
         "best_top1", "best_epoch",              # of the epoch with the highest top-1, counted from 0
-        "images_per_second",                    # in training without evaluation; median over the epochs
-        "seconds",                              # of training and evaluation, summed over the epochs
         "peak_memory",                          # in bytes: memory of the GPU or, on a CPU, of the process
         "batch_size",                           # images per update of the weights
         "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
         "switch_epoch",                         # epochs before the connection changes; None if it does not
         "ema",                                  # True if the EMA weights were evaluated
-        "hold_out",                             # training images that measure the accuracy; 0: the validation split
-        "labels",                               # names of the classes, or None
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
         # "epoch" counts from 0. train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss
-        # has neither. Only the trainer "lab" writes the last three keys, with the meanings above
-        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "train_seconds",
-                     "train_images_per_second", "train_peak_memory"}, ...],
-        "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch, before training and after each epoch
+        # has neither
+        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", ...}, ...],
+        "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch; the last is after training
         "dynamics": [...],                      # rows of `timm_ortho.record`
         "representation": {"effective_rank", "spectral_entropy", "feature_std",
                            "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline
@@ -59,9 +53,9 @@ from functools import cached_property
 from inspect import signature
 from itertools import starmap
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name, finite
+from ..._text import finite
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
@@ -71,8 +65,6 @@ from .transition import transition_points
 
 _STEPS = 100  # maximum number of recorded steps in results.json and plots; the folders of the runs have all steps
 _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which transition points are computed
-
-_NOTHING = "No run is finished yet."
 _OPTIONS = {"blocks": "blocks", "width of the last block": "width", "epochs": "epochs", "learning rate": "lr",
             "batch size": "batch_size"}  # title of a row -> key of a run
 _NAMED = 3  # maximum number of differences in the title and in a sentence of the answer
@@ -80,7 +72,7 @@ _NAMED = 3  # maximum number of differences in the title and in a sentence of th
 
 @dataclass(frozen=True)
 class Part:
-    """One study on one data set."""
+    """A study and its runs."""
 
     study: Mapping[str, Any]
     runs: Sequence[Run]  # with thinned records
@@ -96,7 +88,7 @@ class Part:
             recorded: The summary of all recorded steps, if the runs are already thinned. By default, it is computed.
         """
         recorded = _recorded(runs) if recorded is None else recorded
-        return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
+        return cls(study, list(map(_thinned, runs)), unfinished, recorded)
 
     @cached_property
     def layout(self) -> Layout:
@@ -129,13 +121,9 @@ class Part:
         if self.study["axes"] or not 0 < len(main) <= _NAMED:
             return self.question
         epochs = _distinct((run.get("epochs") for run in self.runs), " or ")
-        subject = f"{self.study['model']} on {self.data}" + (
-            f", {epochs} epoch{'s' * (epochs != '1')}" if epochs else "")
-        return f"{subject}: {', '.join(f'{entry.label} {entry.compared()}' for entry in main)}"
-
-    @property
-    def name(self) -> str:
-        return file_name("-".join(filter(None, [self.study["name"], self.study.get("dataset")])))
+        trained = f", {epochs} epoch{'s' * (epochs != '1')}" if epochs else ""
+        differences = ", ".join(f"{entry.label} {entry.compared()}" for entry in main)
+        return f"{self.study['model']} on {self.data}{trained}: {differences}"
 
     @property
     def about(self) -> str:
@@ -150,7 +138,7 @@ class Part:
 
     @property
     def json(self) -> dict[str, Any]:
-        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]),
+        return {"study": self.study, "unfinished": self.unfinished, "lead": " ".join(_lead(self)),
                 "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
                 "runs": self.runs}
 
@@ -163,56 +151,50 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         raise LabError(f"report must be a mapping, not {keys!r}")
     check_names(keys, set(Layout.__dataclass_fields__) - {"study"}, "report")
     layout = Layout(study, **{"rows": [*study["axes"], "connection"], **keys})
-    for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
-                       ("labels", dimensions), ("measures", MEASURES), ("tables", tables.EXTRAS)):
-        check_names(getattr(layout, key), known, f"report: {key}", "entry")
+    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "x", "by", "lines"), dimensions),
+             "order": layout.rows, "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
+
+    def check_values(values: Mapping[str, Any], owner: str) -> None:
+        for key in known.keys() & values.keys():
+            names = [values[key]] if isinstance(values[key], str) else values[key]
+            check_names(filter(None, names), known[key], f"{owner}{key}", "entry")
+
+    check_values(vars(layout), "report: ")
     if not layout.rows or not layout.measures:
         raise LabError("report: rows and measures need at least one entry each")
-    check_names([layout.order] if layout.order else [], layout.rows, "report: order", "entry")
     for name, options in layout.plot_options():
         check_names([name], DRAWINGS, "report: plots", "entry")
-        owner, accepted = f"report: plot '{name}'", [*signature(DRAWINGS[name]).parameters][1:]
+        accepted, owner = [*signature(DRAWINGS[name]).parameters][1:], f"report: plot '{name}'"
         check_names(options, accepted, owner, "option")
+        check_values(options, f"{owner}: ")
         if "x" in accepted and "x" not in options:
             raise LabError(f"{owner} needs the option 'x', the dimension of the x axis")
-        named = [options[key] for key in ("x", "by") if key in options]
-        check_names([*named, *options.get("lines", ())], dimensions, owner, "dimension")
-        check_names(options.get("measures", ()), MEASURES, owner, "measure")
-        check_names([options["column"]] if "column" in options else [], HISTORY, owner, "column")
     layout = replace(layout, measures=list(filter(layout.varies, layout.measures)) or layout.measures)
     unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
 
 
 # ---------------------------------------------------------------------------------------------- writing
-def write(parts: Sequence[Part], folder: Path) -> str:
-    """Write the report and its files, and return tables and answer as text.
-
-    A report of several studies or data sets has a section for each.
-    """
+def write(part: Part, folder: Path) -> str:
+    """Write the report and its files, and return table and answer as text."""
     refuse_links(folder / "figures")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    single = len(parts) == 1
-    title, blocks = parts[0].title if single else f"{len(parts)} studies", list(document(parts))
+    blocks = list(document(part))
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    write_json(folder / "results.json", parts[0].json if single else {
-        "lead": _lead(parts), "parts": [part.json for part in parts]})
-    write_text(folder / "history.csv", _history(parts))
-    write_text(folder / "report.md", page.markdown(title, blocks))
-    write_text(folder / "report.html", page.page(title, blocks))
-    paragraphs = []
-    for part in parts:
-        table = page.text_table(tables.results(part.entries, part.layout)) if part.runs else _NOTHING
-        paragraphs += [part.title, part.about, table]
-        paragraphs += [f"not finished: {'; '.join(part.unfinished)}"] if part.unfinished else []
-    return "\n\n".join([*paragraphs, _lead(parts), f"report: {folder / 'report.html'}"])
+    write_json(folder / "results.json", part.json)
+    write_text(folder / "history.csv", _history(part.runs))
+    write_text(folder / "report.md", page.markdown(part.title, blocks))
+    write_text(folder / "report.html", page.page(part.title, blocks))
+    table = page.text_table(tables.results(part.entries, part.layout)) if part.runs else ""
+    unfinished = f"not finished: {'; '.join(part.unfinished)}" if part.unfinished else ""
+    return "\n\n".join(filter(None, [part.title, part.about, table, unfinished, " ".join(_lead(part)),
+                                     f"report: {folder / 'report.html'}"]))
 
 
-def _history(parts: Sequence[Part]) -> str:
-    rows = [{"study": part.name, **row} for part in parts for row in tables.tidy(part.runs)]
-    text = io.StringIO()
+def _history(runs: Sequence[Run]) -> str:
+    rows, text = list(tables.tidy(runs)), io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -220,52 +202,35 @@ def _history(parts: Sequence[Part]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- the document
-def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the blocks of a report: the answer, the parts (with headings if there are several), and the terms."""
-    yield Text(_lead(parts))
-    names = [part.name for part in parts]
-    for number, part in enumerate(parts, 1):
-        if len(parts) == 1:
-            yield from _section(part)
-            continue
-        name = part.name if names.count(part.name) == 1 else f"{part.name}-{number}"
-        yield Heading(f"{part.question}, {part.data}")
-        for block in _section(part):
-            if isinstance(block, Heading):
-                block = block._replace(level=3)
-            elif isinstance(block, Picture):
-                block = replace(block, name=f"{name}_{block.name}")
-            yield block
-    if any(part.compared for part in parts):
-        yield from (Heading("Method and terms"), Items(list(_terms(parts))))
-
-
-def _section(part: Part) -> Iterator[Block]:
-    study = part.study
-    yield Text(part.about)
+def document(part: Part) -> Iterator[Block]:
+    """Yield the blocks of a report: the answer, the results, the plots, the runs, and the terms."""
+    yield from (Text(" ".join(_lead(part))), Text(part.about))
     if part.unfinished:
         yield Text(f"Not finished: {'; '.join(part.unfinished)}.")
     if part.runs:
         yield from _results(part)
-    yield from map(Text, study["changed"])
+    yield from map(Text, part.study["changed"])
     if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"),
                     Link("All epochs as CSV", "history.csv"))
-        diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
-        yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
-                         "as measured.")] if diverged else []
-    yield from (Heading("How it was made"), Code(study["command"]))
+        diverged = "; ".join(_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"]))
+        if diverged:
+            yield Text(f"Diverged, with a loss that is not finite: {diverged}. Their accuracy is included as measured.")
+    yield from (Heading("How it was made"), Code(part.study["command"]))
     rows = [[key, value] for key, value in _made(part).items() if value]
     yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
+    if part.compared:
+        yield from (Heading("Method and terms"), Items(_terms(part)))
 
 
 def _results(part: Part) -> Iterator[Block]:
     layout, section = part.layout, paper.section(part.study.get("table"))
     yield from (Heading("Results"), Grid(tables.results(part.entries, layout), "results"))
     protocol = section.get("protocol") or section.get("definition")
+    baseline = ", ".join(layout.named(axis, value_text(value)) for axis, value in part.study["baseline"].items())
     yield Text(" ".join(filter(None, [
-        f"Means ± standard deviations over the seeds, on the {layout.images} images, and differences to "
-        f"{_baseline(part)} with the same seed.",
+        f"Means ± standard deviations over the seeds, on the {layout.images} images, and differences to {baseline} "
+        "with the same seed.",
         "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
         if any(run.get("ema") for run in part.runs) else "",
         layout.protocol.format(images=layout.images), f"{protocol}." if protocol else "",
@@ -278,10 +243,6 @@ def _results(part: Part) -> Iterator[Block]:
     yield from [Heading("Plots"), *drawn] if drawn else []
 
 
-def _baseline(part: Part) -> str:
-    return ", ".join(part.layout.named(axis, value_text(value)) for axis, value in part.study["baseline"].items())
-
-
 def of_data(layout: Layout) -> Iterator[str]:
     """Yield sentences about the initial weights and the images of a study. Older studies have no `data`."""
     if layout.study.get("weights"):
@@ -289,12 +250,11 @@ def of_data(layout: Layout) -> Iterator[str]:
     data = layout.study.get("data")
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
-        resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
+        resized = f" (the first image of the data set: {first})" if first and first != size else ""
         size = f"{size} pixels" if size else "several sizes"
-        yield (f"The images have {size} (set by {data['size_from']}{resized}), "
-               f"{_count(data['channels'], 'channel')} and {_count(data['classes'], 'class', 'classes')}. There are "
-               f"{data['train']:,} training images and {data['validation']:,} {layout.images} images (split "
-               f"“{data['validation_split']}”).")
+        yield (f"The images have {size}{resized}, {_count(data['channels'], 'channel')} and "
+               f"{_count(data['classes'], 'class', 'classes')}. There are {data['train']:,} training images and "
+               f"{data['validation']:,} {layout.images} images (split “{data['validation_split']}”).")
         if data.get("on_device"):
             yield "The decoded images are stored on the device, where whole batches are augmented."
 
@@ -306,23 +266,26 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 
 # ------------------------------------------------------------------------------------------------ the answer
-def _lead(parts: Sequence[Part]) -> str:
-    """Name the detected differences, or say why there are none."""
-    if not any(part.runs for part in parts):
-        return _NOTHING
-    compared = [entry for part in parts for entry in part.compared]
-    if not compared:
-        return "There is no pair of runs to compare yet."
-    if min(map(_limit, parts)) >= 100:
-        return ("There are too few images to tell from chance: even 100 % would be within three standard deviations of "
-                "guessing.")
-    untrained = [entry for part in parts for entry in _at_chance(part)]
-    if untrained and len(untrained) == sum(entry.measure == "top1" for part in parts for entry in part.entries):
-        return ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
-                "longer, or change the learning rate.")
-    sentences = [f"Not more accurate than chance: {'; '.join(dict.fromkeys(entry.label for entry in untrained))}. "
-                 "Differences to or of these networks say nothing about the connections."] if untrained else []
-    return " ".join([*sentences, *_verdict(parts, compared)])
+def _lead(part: Part) -> Iterator[str]:
+    """Yield sentences with the detected differences, or with the reason why there are none."""
+    limit = _limit(part)
+    accuracies = [entry for entry in part.entries if entry.measure == "top1"]
+    untrained = [entry for entry in accuracies if entry.values and entry.moments[0] <= limit]
+    if not part.runs:
+        yield "No run is finished yet."
+    elif not part.compared:
+        yield "There is no pair of runs to compare yet."
+    elif limit >= 100:
+        yield ("There are too few images to tell from chance: even 100 % would be within three standard deviations of "
+               "guessing.")
+    elif untrained and len(untrained) == len(accuracies):
+        yield ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
+               "longer, or change the learning rate.")
+    else:
+        if untrained:
+            yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(entry.label for entry in untrained))}. "
+                   "Differences to or of these networks say nothing about the connections.")
+        yield from _verdict(part.compared)
 
 
 def _limit(part: Part) -> float:
@@ -331,56 +294,56 @@ def _limit(part: Part) -> float:
     return chance + 3 * (chance * (100 - chance) / images) ** 0.5 if chance and images else 0.0
 
 
-def _at_chance(part: Part) -> list[tables.Entry]:
-    """Return the entries whose mean accuracy is at most three standard deviations above that of guessing."""
-    limit = _limit(part)
-    return [entry for entry in part.entries if entry.measure == "top1" and entry.values and entry.moments[0] <= limit
-            ] if limit else []
-
-
-def _verdict(parts: Sequence[Part], compared: Sequence[tables.Entry]) -> Iterator[str]:
+def _verdict(compared: Sequence[tables.Entry]) -> Iterator[str]:
     tested = [entry for entry in compared if entry.holm is not None]
     detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.difference.p)
+    count = _count(compared, "difference")
     if detected:
         named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
-        among = "among them " if len(detected) > _NAMED else ""
-        yield f"{len(detected)} of {_count(compared, 'difference')} detected: {among}{named}."
+        yield f"{len(detected)} of {count} detected: {'among them ' * (len(detected) > _NAMED)}{named}."
     elif tested:
-        yield f"None of {_count(compared, 'difference')} was detected." if len(compared) > 1 else (
-            "The difference was not detected.")
+        yield f"None of {count} was detected." if len(compared) > 1 else "The difference was not detected."
     if tested:
         main = [entry for entry in tested if entry.measure == tested[0].measure]
         halves = sorted(entry.difference.half_width for entry in main)
         spread = dict.fromkeys(f"{half:.2g}" for half in (halves[0], halves[-1]))
         yield f"The 95 % intervals in {main[0].title} are ± {' to ± '.join(spread)}."
-    untested = dict.fromkeys(entry.compared() if entry.difference is None else entry.difference.why_no_interval
-                             for entry in compared if entry.holm is None)
+    untested = [entry for entry in compared if entry.holm is None]
     if untested:
-        count = sum(entry.holm is None for entry in compared)
-        yield f"{_count(count, 'difference')} could not be tested: {'; '.join(untested)}."
+        reasons = dict.fromkeys(entry.difference.why_no_interval if entry.difference else entry.compared()
+                                for entry in untested)
+        yield f"{_count(untested, 'difference')} could not be tested: {'; '.join(reasons)}."
     differences = [entry.difference for entry in compared]
     if all(difference and difference.mean == 0 and difference.pairs > 1 for difference in differences):
         yield "If the model has LayerScale, its branches may be too small: see docs/settings.md."
 
 
-def _terms(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield the definitions of the terms of a report."""
-    counts = ", ".join(str(sum(entry.difference is not None for entry in part.entries)) for part in parts)
-    yield ("Difference: a run minus the baseline's run with the same seed, averaged over the seeds. Runs that differ "
-           "only in the connection or its arguments start from the same weights and see the same batches.")
-    yield ("95 % CI: Student's confidence interval of the mean difference. It covers the variation between seeds, not "
-           "the sampling of the evaluated images, and is not adjusted for the number of comparisons. A difference has "
-           "no interval if there is one pair, or if all pairs differ by the same amount: their variance is then "
-           "unknown, not zero.")
-    yield (f"p (Holm): two-sided p of the paired differences, adjusted for the comparisons of the study ({counts}). A "
-           "difference without interval counts as p = 1. A difference is detected if its adjusted p is at most 0.05. "
-           "“Not detected” is no evidence that two settings are equal.")
+def _terms(part: Part) -> list[str]:
+    """Return the definitions of the terms of a report."""
+    comparisons = sum(entry.difference is not None for entry in part.entries)
+    return [
+        "Difference: a run minus the baseline's run with the same seed, averaged over the seeds. Runs that differ only "
+        "in the connection or its arguments start from the same weights and see the same batches.",
+        "95 % CI: Student's confidence interval of the mean difference. It covers the variation between seeds, not the "
+        "sampling of the evaluated images, and is not adjusted for the number of comparisons. A difference has no "
+        "interval if there is one pair, or if all pairs differ by the same amount: their variance is then unknown, not "
+        "zero.",
+        f"p (Holm): two-sided p of the paired differences, adjusted for the comparisons of the study ({comparisons}). "
+        "A difference without interval counts as p = 1. A difference is detected if its adjusted p is at most 0.05. "
+        "“Not detected” is no evidence that two settings are equal."]
 
 
 # ------------------------------------------------------------------------------------------- how it was made
 def _made(part: Part) -> dict[str, str]:
-    """Return a study's settings, machines and versions as text; an empty text for a value that is unknown."""
+    """Return a study's settings, machines and versions as text; an empty text for a value that is unknown.
+
+    A run without `made_with` has the study's `versions`.
+    """
     study, runs = part.study, part.runs
+    made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
+    versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
+                for of_run in made]
+    times = [of_run[key] for of_run in made for key in ("begin", "end") if of_run.get(key)]
     return {
         "seeds": ", ".join(map(str, study["seeds"])),
         "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
@@ -389,20 +352,8 @@ def _made(part: Part) -> dict[str, str]:
         "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
         **{title: _distinct(value_text(run[key]) for run in runs if run.get(key)) for title, key in _OPTIONS.items()
            if key not in study["axes"]},
-        "trainer": _distinct(run.get("trainer") for run in runs),
-        "device": _distinct(run.get("device") for run in runs),
+        **{key: _distinct(run.get(key) for run in runs) for key in ("trainer", "device")},
         "unfinished": _count(part.unfinished, "run") if part.unfinished else "none",
-        **_made_with(study, runs),
-    }
-
-
-def _made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
-    """Return versions, commits and machines of the runs. A run without `made_with` has the study's `versions`."""
-    made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
-    versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
-                for of_run in made]
-    times = [of_run[key] for of_run in made for key in ("begin", "end") if of_run.get(key)]
-    return {
         "versions": _distinct(versions, "; "),
         **{key: _distinct(of_run.get(key) for of_run in made) for key in ("commit", "host", "cpu", "gpu", "driver")},
         "begun and ended": f"{min(times)} to {max(times)}" if times else "",
@@ -414,21 +365,21 @@ def _seeded(run: Run) -> str:
     return f"{tables.run_name(run)}, seed {run['seed']}"
 
 
-def _distinct(values: Any, between: str = ", ") -> str:
+def _distinct(values: Iterable[Any], between: str = ", ") -> str:
     return between.join(dict.fromkeys(str(value) for value in values if value))
 
 
 # -------------------------------------------------------------------------------------------- records
 def _recorded(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a summary of the complete records. `results.json` contains it, because its own records are thinned.
+    """Return a summary of the complete records.
 
     `transitions` has the transition points of linear and feature connections in studies without a grid. `last_branch`
     has |f|² of each run's last branch at the first and the last record, and the maximum over all records.
     """
-    with_rows = [run for run in runs if run.get("dynamics")]
-    if not with_rows:
+    if not any(run.get("dynamics") for run in runs):
         return {}
-    by_seed = [{run["seed"]: run["dynamics"] for run in with_rows if run["connection"] == name and not run["cell"]}
+    by_seed = [{run["seed"]: run["dynamics"] for run in runs
+                if run["connection"] == name and not run["cell"] and run.get("dynamics")}
                for name in ("linear", "feature")]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     transitions = [point for measure in _MEASURES for point in transition_points(
@@ -443,13 +394,11 @@ def _ends(rows: Sequence[Mapping[str, Any]]) -> Optional[dict[str, float]]:
 
 
 def _thinned(run: Run) -> Run:
-    """Return a run with at most `_STEPS` recorded steps, including first and last. Values have 6 significant digits."""
-    rows = run.get("dynamics")
-    if not rows:
-        return run
+    """Return a run with at most `_STEPS` recorded steps, including first and last."""
+    rows = run.get("dynamics") or []
     steps = sorted({row["step"] for row in rows})
     last = len(steps) - 1
-    kept = set(steps) if last < _STEPS else {steps[round(last * index / (_STEPS - 1))] for index in range(_STEPS)}
-    return {**run, "dynamics": [
-        {key: float(f"{value:.6g}") if isinstance(value, float) and key != "step" else value
-         for key, value in row.items()} for row in rows if row["step"] in kept]}
+    if last < _STEPS:
+        return run
+    kept = {steps[round(last * index / (_STEPS - 1))] for index in range(_STEPS)}
+    return {**run, "dynamics": [row for row in rows if row["step"] in kept]}
