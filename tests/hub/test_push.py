@@ -120,7 +120,7 @@ def test_failures_of_the_hub_and_the_network(server, client, fault, change, caus
     result = client.run(f"{change}hub.push(tiny(), 'me/model')")
     assert re.match(rf"PublishError: me/model cannot be written at \S+: {cause}", result.error)
     assert "\n" not in result.error
-    assert len([request for request in server.requests if fault and fault[1] in request.path]) == bool(fault)
+    assert sum(request.path.endswith(("/repos/create", "/commit/main")) for request in server.requests) <= 2  # no retry
     assert "During handling" not in result.output  # there is no traceback from huggingface_hub
 
 
