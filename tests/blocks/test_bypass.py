@@ -83,7 +83,6 @@ BYPASSING = [  # condition of the error, arguments of register_block, statements
             return added(x, self.g(x))
         return x + self.g(x)"""),
     ("forward does not call alone, which contains the additions", dict(method="alone"), "return self.helper(x)"),
-    (TRAINING, dict(method="ends"), "return self.helper(x) if self.training else self.ends(x)"),
     (TRAINING, {}, """\
         with torch.autocast("cpu"):
             if self.training:
@@ -101,20 +100,11 @@ BYPASSING = [  # condition of the error, arguments of register_block, statements
         finally:
             pass
         return x + self.f(x)"""),
-    ("forward bypasses an addition if not RuntimeError", {}, """\
-        try:
-            return self.g(x)
-        except RuntimeError:
-            return x + self.f(x)"""),
     (TRAINING, {}, """\
         if x.ndim == 3:
             if self.training:
                 return self.g(x)
             x = self.norm(x)
-        return x + self.f(x)"""),
-    (TRAINING, {}, """\
-        while self.training:
-            return self.g(x)
         return x + self.f(x)"""),
     (TRAINING, {}, """\
         for branch in (self.f, self.g):
