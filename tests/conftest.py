@@ -32,7 +32,7 @@ def served(tmp_path_factory):
     from helpers.hub_models import IMPORTS  # imports timm
 
     folder = tmp_path_factory.mktemp("hub")
-    with HubServer(folder) as server, HubClient(folder, server.endpoint, IMPORTS, server.add_user("me")) as client:
+    with HubServer() as server, HubClient(folder, server.endpoint, IMPORTS, server.add_user("me")) as client:
         yield server, client
 
 

@@ -1,4 +1,6 @@
 """Calls of a block that compute their result without its connections are found when the block is registered."""
+import textwrap
+
 import pytest
 import torch
 from helpers.own_block import MyBlock
@@ -11,14 +13,8 @@ from timm_ortho.blocks.bypass import bypass_of_route
 
 pytestmark = pytest.mark.usefixtures("restored")
 
-
-def added(x, f):
-    return x + f
-
-
-class Bypassing(MyBlock):
-    """A block with a path that each subclass defines."""
-
+SOURCE = """
+class Block(MyBlock):
     keep, drop = 0.5, 0.1
 
     def helper(self, x):
@@ -27,135 +23,102 @@ class Bypassing(MyBlock):
     def ends(self, x):
         return x + self.f(x)
 
+    def alone(self, x):
+        return x + self.f(x)
 
-class Indexed(Bypassing):
-    """Like DINOv2's blocks, linear in training with stochastic depth."""
+    def outer(self, x):
+        return self.ends(x)
 
-    def forward(self, x):
-        if self.training and self.drop > 0.1:
+    def forward(self, x, shortcut=None, keep=None):
+"""
+
+
+def block_of(body, folder):
+    """Return a block whose `forward` consists of these statements. Routing reads its source from a file."""
+    text = SOURCE + textwrap.indent(textwrap.dedent(body), 8 * " ")
+    (folder / "block.py").write_text(text)
+    names = {"__name__": __name__, "MyBlock": MyBlock, "torch": torch, "added": torch.Tensor.add}
+    exec(compile(text, folder / "block.py", "exec"), names)
+    return names["Block"]
+
+
+TRAINING = "forward bypasses an addition if self.training"
+BYPASSING = [  # condition of the error, arguments of register_block, statements of `forward`
+    ("forward bypasses an addition if self.training and self.drop > 0.1", {}, """\
+        if self.training and self.drop > 0.1:  # as DINOv2's blocks, with stochastic depth
             x = torch.index_add(x, 0, torch.arange(len(x)), self.f(x))
         elif self.training:
             x = x + self.f(x)
         else:
             x = x + self.f(x)
-        return x
-
-
-class Returned(Bypassing):
-    def forward(self, x):
+        return x"""),
+    (TRAINING, {}, """\
         if self.training:
             return torch.index_add(x, 0, torch.arange(len(x)), self.f(x))
-        return x + self.f(x)
-
-
-class ReturnedElse(Bypassing):
-    def forward(self, x):
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
         if not self.training:
             x = self.norm(x)
         else:
             return self.f(x)
-        return x + self.f(x)
-
-
-class Evaluated(Bypassing):
-    def forward(self, x):
+        return x + self.f(x)"""),
+    ("forward bypasses an addition if not self.training", {}, """\
         f = self.f(x)
         if not self.training:
             return added(x, f)
         x = x + f
-        return x
-
-
-class Where(Bypassing):
-    def forward(self, x, keep=None):
+        return x"""),
+    ("forward bypasses an addition if not keep is None", {}, """\
         f = self.f(x)
-        return x + f if keep is None else torch.where(keep, added(x, f), x)
-
-
-class Helped(Bypassing):
-    def forward(self, x):
+        return x + f if keep is None else torch.where(keep, added(x, f), x)"""),
+    ("forward bypasses an addition if torch.rand(()) < self.keep", {}, """\
         if torch.rand(()) < self.keep:
             x = self.helper(x)
         else:
             x = x + self.f(x)
-        return x
-
-
-class SecondOnly(Bypassing):
-    def forward(self, x):
+        return x"""),
+    (TRAINING, dict(kinds=("attention", "mlp")), """\
         x = x + self.f(x)
         if self.training:
             return added(x, self.g(x))
-        return x + self.g(x)
-
-
-class Elsewhere(Bypassing):
-    def forward(self, x):
-        return self.helper(x)
-
-
-class InContext(Bypassing):
-    def forward(self, x):
+        return x + self.g(x)"""),
+    ("forward does not call alone, which contains the additions", dict(method="alone"), "return self.helper(x)"),
+    (TRAINING, {}, """\
         with torch.autocast("cpu"):
             if self.training:
                 return self.g(x)
-        return x + self.f(x)
-
-
-class Tried(Bypassing):
-    def forward(self, x):
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
+        if self.training:
+            with torch.autocast("cpu"):
+                return self.g(x)
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
         try:
             if self.training:
                 return self.g(x)
         finally:
             pass
-        return x + self.f(x)
-
-
-class ReturnedInside(Bypassing):
-    def forward(self, x):
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
         if x.ndim == 3:
             if self.training:
                 return self.g(x)
             x = self.norm(x)
-        return x + self.f(x)
-
-
-class Continued(Bypassing):
-    def forward(self, x):
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
         for branch in (self.f, self.g):
             if self.training:
                 x = branch(x)
                 continue
             x = x + branch(x)
-        return x
+        return x"""),
+]
 
 
-class ReturnedInContext(Bypassing):
-    def forward(self, x):
-        if self.training:
-            with torch.autocast("cpu"):
-                return self.g(x)
-        return x + self.f(x)
-
-
-@pytest.mark.parametrize(("block", "when", "arguments"), [
-    (Indexed, "forward bypasses an addition if self.training and self.drop > 0.1", {}),
-    (Returned, "forward bypasses an addition if self.training", {}),
-    (ReturnedElse, "forward bypasses an addition if self.training", {}),
-    (Evaluated, "forward bypasses an addition if not self.training", {}),
-    (Where, "forward bypasses an addition if not keep is None", {}),
-    (InContext, "forward bypasses an addition if self.training", {}),
-    (ReturnedInContext, "forward bypasses an addition if self.training", {}),
-    (Tried, "forward bypasses an addition if self.training", {}),
-    (ReturnedInside, "forward bypasses an addition if self.training", {}),
-    (Continued, "forward bypasses an addition if self.training", {}),
-    (Helped, "forward bypasses an addition if torch.rand(()) < self.keep", {}),
-    (SecondOnly, "forward bypasses an addition if self.training", dict(kinds=("attention", "mlp"))),
-    (Elsewhere, "forward does not call ends, which contains the additions", dict(method="ends")),
-])
-def test_calls_must_not_bypass_the_additions(block, when, arguments):
-    arguments = {"stream": "x", "kinds": ("mlp",), **arguments}
+@pytest.mark.parametrize(("when", "arguments", "body"), BYPASSING)
+def test_calls_must_not_bypass_the_additions(tmp_path, when, arguments, body):
+    block, arguments = block_of(body, tmp_path), {"stream": "x", "kinds": ("mlp",), **arguments}
     with pytest.raises(RoutingError) as error:
         timm_ortho.register_block(block, **arguments)
     assert f": {when}: " in str(error.value), error.value
@@ -164,51 +127,32 @@ def test_calls_must_not_bypass_the_additions(block, when, arguments):
     timm_ortho.register_block(block, bypass=True, **arguments)
 
 
-class Dropped(Bypassing):
-    """A block that training may skip."""
-
-    def forward(self, x, /):
-        if self.training and torch.rand(()) < self.drop:
+HARMLESS = [
+    (dict(stream="shortcut"), """\
+        if self.training and torch.rand(()) < self.drop:  # skips the whole block
             return x
         if x.ndim != 3:
             raise ValueError("not tokens")
         shortcut = x
         if self.keep:
             x = shortcut + self.f(x)
-        return x
-
-
-class Optional(Bypassing):
-    def forward(self, x, shortcut=None):
+        return x"""),
+    (dict(stream=[("shortcut", "x")]), """\
         f = self.f(x)
         if shortcut is not None:
             f = f + shortcut
         else:
             f = f + x
-        return f
-
-
-class Called(Bypassing):
-    def outer(self, x):
-        return self.ends(x)
-
-    def forward(self, x):
+        return f"""),
+    (dict(stream="x", method="ends"), """\
         if self.drop:
             return self.outer(self.norm(x))
-        return self.outer(x)
-
-
-class Configured(Bypassing):
-    def forward(self, x):
-        if self.drop is None:
+        return self.outer(x)"""),
+    (dict(stream="x"), """\
+        if self.drop is None:  # known for each instance
             return self.g(x)
-        return x + self.f(x)
-
-
-class Returning(Bypassing):
-    """A block whose sides return their sum: one inside `with`, one inside `try` on a side of another `if`."""
-
-    def forward(self, x):
+        return x + self.f(x)"""),
+    (dict(stream="x"), """\
         if self.training:
             with torch.autocast("cpu"):
                 return x + self.f(x)
@@ -219,18 +163,11 @@ class Returning(Bypassing):
                 except RuntimeError:
                     raise
             f = self.f(x)
-        return x + self.g(f)
-
-
-class Ordinary(Bypassing):
-    """A block with all statements that may have sides, in which no call bypasses an addition."""
-
-    def forward(self, x):
+        return x + self.g(f)"""),
+    (dict(stream="x", kinds=("attention", "mlp")), """\
         if self.training:
             if self.drop:
                 return x
-            if x.ndim != 3:
-                raise ValueError("not tokens")
             y = self.norm(x)
         else:
             y = x
@@ -245,15 +182,13 @@ class Ordinary(Bypassing):
             x = x + branch(x)
             if x.isnan().any():
                 return x
-        return x
+        return x"""),
+]
 
 
-@pytest.mark.parametrize(("block", "arguments"), [
-    (Configured, dict(stream="x")), (Ordinary, dict(stream="x", kinds=("attention", "mlp"))),
-    (Returning, dict(stream="x")), (Dropped, dict(stream="shortcut")), (Optional, dict(stream=[("shortcut", "x")])),
-    (Called, dict(stream="x", method="ends"))])
-def test_these_calls_bypass_no_addition(block, arguments):
-    timm_ortho.register_block(block, **{"kinds": ("mlp",), **arguments})
+@pytest.mark.parametrize(("arguments", "body"), HARMLESS)
+def test_these_calls_bypass_no_addition(tmp_path, arguments, body):
+    timm_ortho.register_block(block_of(body, tmp_path), **{"kinds": ("mlp",), **arguments})
 
 
 def test_no_block_of_timm_bypasses_its_additions():

@@ -16,7 +16,6 @@ from timm_ortho import (
     CONNECTIONS,
     Connection,
     FeatureConnection,
-    HybridConnection,
     LinearConnection,
     connect,
     connection_arguments,
@@ -24,7 +23,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.connections import NO_SITE, arguments_of
+from timm_ortho.connections import NO_SITE
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -91,16 +90,6 @@ def test_the_arguments_of_a_connection_are_those_of_its_constructor(monkeypatch,
     assert [site.connection for site in sites(model)] == before
 
 
-class Learned(HybridConnection):
-    def __init__(self, tau=0.5, **kwargs):
-        super().__init__(**kwargs)
-
-
-def test_keyword_arguments_reach_the_base_class():
-    assert create_connection(Learned, dtype=torch.float64, start="linear").rho.dtype == torch.float64
-    assert arguments_of(Learned).keys() == {"tau", *arguments_of("hybrid")}
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(connection_foo=1), "unknown argument 'connection_foo', known are 'connection', 'connection_layers', "
      "'connection_kinds', 'skip', 'skip_branches', 'skip_rank', 'skip_seed', 'connection_eps', 'connection_prob', "
@@ -126,6 +115,7 @@ def test_arguments_are_plain_values():
 def test_a_model_without_connections_has_no_arguments():
     assert connection_arguments(nn.Linear(2, 2)) == {}
     assert connection_arguments(disconnect(timm.create_model("vit_test_ortho"))) == {}
+    assert connection_arguments(nn.Sequential(*(Written(LinearConnection()) for _ in range(2)))) == {}
 
 
 def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
@@ -145,30 +135,17 @@ def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
     assert {site.connection.name for site in sites(model)} == {"test_arguments.hybrid"}
 
 
-def test_linear_connections_of_a_blocks_own_code_have_no_arguments():
-    assert connection_arguments(nn.Sequential(*(Written(LinearConnection()) for _ in range(2)))) == {}
-
-
-def test_sites_that_differ_have_no_common_arguments():
-    model = timm.create_model("vit_test_ortho")
-    connect(model.blocks[0], "global")
-    with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
-        connection_arguments(model)
-
-
-def test_connections_that_were_replaced_by_hand_have_no_arguments():
-    model = timm.create_model("vit_test_ortho")
-    model.blocks[0].connection_attention = create_connection("feature")
-    with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
-        connection_arguments(model)
-
-
-def test_connections_of_the_models_own_code_have_no_arguments():
-    model = torch.nn.Module()
-    model.first, model.second = create_connection("feature", eps=0.5), create_connection("feature", eps=0.5)
-    with pytest.raises(ValueError, match="the code of the model made its connections, and their arguments are not"):
-        connection_arguments(model)
-    assert connection_arguments(connect(model, "feature")) == {"connection": "feature", "eps": 1e-6}
+def test_models_without_common_arguments():
+    mixed, by_hand, own = timm.create_model("vit_test_ortho"), timm.create_model("vit_test_ortho"), nn.Module()
+    connect(mixed.blocks[0], "global")
+    by_hand.blocks[0].connection_attention = create_connection("feature")
+    own.first, own.second = create_connection("feature", eps=0.5), create_connection("feature", eps=0.5)
+    different = "sites have different connections: connect the whole model with one call"
+    for model, message in ((mixed, different), (by_hand, different), (nn.Sequential(Written()), "connect the whole"),
+                           (own, "the code of the model made its connections, and their arguments are not")):
+        with pytest.raises(ValueError, match=message):
+            connection_arguments(model)
+    assert connection_arguments(connect(own, "feature")) == {"connection": "feature", "eps": 1e-6}
 
 
 def test_a_connection_on_its_own_has_no_site_and_copies_of_models_share_one_dict():
@@ -190,11 +167,6 @@ def test_parts_and_models_with_a_disconnected_part_have_no_arguments():
     for part, count in ((model, 6), (model.blocks[2:], 4), (twice, 14)):
         with pytest.raises(ValueError, match=f"the {count} sites are not the 8 sites of one call of connect: connect"):
             connection_arguments(part)
-
-
-def test_connections_in_the_code_of_a_block_are_not_from_connect():
-    with pytest.raises(ValueError, match="connect the whole model with one call"):
-        connection_arguments(nn.Sequential(Written()))
 
 
 @torch.no_grad()
@@ -257,12 +229,3 @@ def test_a_connection_without_a_name_is_refused(transformers, tmp_path):
     assert caught[0].filename == __file__
     model.save_pretrained(tmp_path)
     assert "timm_ortho" not in stored(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by peft and transformers
-def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(target_modules=["query", "value", "q_proj", "v_proj"])
-    model = connect(peft.get_peft_model(vit(transformers), adapters), "global")
-    model.merge_and_unload().save_pretrained(tmp_path)
-    assert stored(tmp_path)["timm_ortho"]["connection"] == "global"

@@ -2,8 +2,6 @@
 import functools
 import importlib.util
 import re
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -137,19 +135,12 @@ def test_transforms_of_torch_func_use_the_plain_formula(backend, calls):
 
 
 # ---------------------------------------------------------------------------------------------------- training
-SMALL = {
-    "vit": dict(
-        model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=10),
-    "resnetv2": dict(model_name="resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10),
-}
-
-
-def losses(arguments):
+def losses():
     torch.manual_seed(0)
-    model = timm.create_model(**arguments).to(DEVICE).train()
+    model = timm.create_model("vit_small_ortho", img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2,
+                              num_classes=10).to(DEVICE).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9)
-    size = arguments.get("img_size", 16)
-    images, classes = torch.randn(2, 3, size, size).to(DEVICE), torch.arange(2).to(DEVICE)
+    images, classes = torch.randn(2, 3, 32, 32).to(DEVICE), torch.arange(2).to(DEVICE)
     values = []
     for _ in range(50):
         optimizer.zero_grad()
@@ -161,14 +152,13 @@ def losses(arguments):
 
 
 @needs_triton
-@pytest.mark.parametrize("model", ["vit", pytest.param("resnetv2", marks=pytest.mark.slow)])
-def test_fifty_steps_of_training_agree_on_all_backends(model, calls):
+def test_fifty_steps_of_training_agree_on_all_backends(calls):
     with use_backend("torch"):
-        expected = losses(SMALL[model])
+        expected = losses()
     assert not calls
     assert expected[-1] < 0.8 * expected[0]
     with use_backend("triton"):
-        measured = losses(SMALL[model])
+        measured = losses()
     assert calls["update"] == calls["gradients"] >= 50 * 4
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-4)
 
@@ -207,21 +197,3 @@ def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
         residual_update(X, X, backend="triton")
     with use_backend("triton"), pytest.raises(RuntimeError, match=r"an argument, use_backend or TIMM_ORTHO_BACKEND$"):
         residual_update(X, X)
-
-
-def test_training_without_triton():
-    code = """
-import sys
-sys.modules["triton"] = None  # as if Triton were not installed
-import timm, timm_ortho, torch
-model = timm.create_model("resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10)
-before = [p.clone() for p in model.parameters()]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.randn(2, 3, 32, 32)).square().mean().backward()
-optimizer.step()
-assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-assert "timm_ortho.update.kernels" not in sys.modules
-print(timm_ortho.functional.choose_backend(torch.ones(1), torch.ones(1)))
-"""
-    assert subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "torch"

@@ -1,7 +1,6 @@
 """Function modes and tensor subclasses, the test of Triton kernels at first use, and cases without kernels."""
 import contextlib
 import functools
-import os
 import threading
 
 import pytest
@@ -56,6 +55,8 @@ def test_modes_and_subclasses_do_not_affect_the_checks(situation, x, f, words, b
         residual_update(situation(x), situation(f), backend=backend)
     with use_backend(backend), pytest.raises(ValueError, match=words):
         FeatureConnection()(situation(x), situation(f))
+    with pytest.raises(ValueError, match="unknown backend 'cuda'"):
+        residual_update(situation(x), situation(x), backend="cuda")
 
 
 @needs_triton
@@ -65,12 +66,6 @@ def test_modes_do_not_affect_the_backend_and_subclasses_use_torch(situation, cal
     is_plain = type(situation(x)) is torch.Tensor
     assert calls == ({"update": 1} if is_plain else {})
     torch.testing.assert_close(torch.Tensor(y), residual_update(x, f))
-
-
-def test_modes_and_subclasses_do_not_affect_errors_of_backends(situation):
-    x, f, _ = tensors()
-    with pytest.raises(ValueError, match="unknown backend 'cuda'"):
-        residual_update(situation(x), situation(f), backend="cuda")
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -116,7 +111,7 @@ def test_contexts_may_end_in_any_order():
     assert backends.default() == before
 
 
-def test_overlapping_contexts_in_threads():
+def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
     """Each thread has its own default backend, so contexts that end in another order leave no trace."""
     entered, left = threading.Event(), threading.Event()
 
@@ -125,14 +120,15 @@ def test_overlapping_contexts_in_threads():
             entered.set()
             left.wait(10)
 
-    thread = threading.Thread(target=other)
-    with use_backend("auto"):
-        thread.start()
-        entered.wait(10)
-        assert backends.default() == "auto"
-    left.set()
-    thread.join()
-    assert backends.default() == os.environ.get("TIMM_ORTHO_BACKEND", "auto")
+    before, thread = backends.default(), threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    during = backends.default()
+    with use_backend("triton"):
+        left.set()
+        thread.join()
+        assert backends.default() == "triton"
+    assert during == backends.default() == before
 
 
 @needs_triton
@@ -145,24 +141,6 @@ def test_a_context_of_the_main_thread_applies_to_the_threads_of_the_backward_pas
         thread.start()
         thread.join()
     assert f.grad is not None
-
-
-def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
-    entered, left = threading.Event(), threading.Event()
-
-    def other():
-        with use_backend("torch"):
-            entered.set()
-            left.wait(10)
-
-    before = backends.default()
-    thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait(10)
-    during = backends.default()
-    left.set()
-    thread.join()
-    assert during == before
 
 
 # ---------------------------------------------------------------------------------- "auto" with Triton kernels

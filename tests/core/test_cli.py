@@ -30,12 +30,6 @@ def script(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def ran(script):
-    """Run the script in a new process."""
-    return subprocess.run([sys.executable, "-m", "timm_ortho", "run", script, *OPTIONS], capture_output=True, text=True)
-
-
 def fails(capsys, *arguments):
     """Return the error line of a command, which must fail with status 2."""
     assert cli.main(list(arguments)) == 2
@@ -62,10 +56,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"timm-ortho {timm_ortho.__version__}\n")
-
-
-def test_list_excludes_timms_own_models(capsys):
-    assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
+    assert environment()["timm-ortho"] == timm_ortho.__version__
 
 
 def test_env(capsys):
@@ -84,15 +75,16 @@ def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypat
     assert f"backend          {answer}" in capsys.readouterr().out
 
 
-def test_run_passes_arguments_and_the_exit_status(ran):
-    assert ran.stdout.splitlines()[0] == f"__main__ {OPTIONS} found True script.py", ran.stderr
-    assert ran.returncode == 7
+def test_run_passes_arguments_and_the_exit_status(script):
+    command = [sys.executable, "-m", "timm_ortho", "run", script, *OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    line, imported = done.stdout.splitlines()
+    assert line == f"__main__ {OPTIONS} found True script.py", done.stderr
+    assert imported in ("[]", "['tqdm']")  # huggingface-hub imports tqdm
+    assert done.returncode == 7
 
 
-def test_run_does_not_import_the_lab(ran):
-    assert ran.stdout.splitlines()[1] in ("[]", "['tqdm']")  # huggingface-hub imports tqdm
-
-
+@pytest.mark.slow
 def test_run_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys, timm\n"
@@ -160,18 +152,14 @@ def test_compare_errors(capsys, arguments, message):
     assert message in fails(capsys, "compare", *arguments)
 
 
-@pytest.mark.parametrize("given", ["model", "model=", "model=,"])
-def test_only_without_values_is_refused(capsys, given):
-    assert f"--only takes AXIS=VALUE[,VALUE], not '{given}'" in fails(
-        capsys, "study", "run", "probability", "--only", given)
-
-
-@pytest.mark.parametrize("command", [["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]])
-def test_a_name_that_is_not_utf8_is_refused(capsys, command):
-    """A YAML file with such a name could not be read again."""
-    assert cli.main([*command, os.fsdecode(b"caf\xe9")]) == 2
-    assert capsys.readouterr().err == (
-        "timm-ortho: error: 'caf\\udce9' is not UTF-8: rename the file or folder\n")
+def test_other_errors(capsys):
+    assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
+    for given in ("model", "model=", "model=,"):
+        assert f"--only takes AXIS=VALUE[,VALUE], not '{given}'" in fails(
+            capsys, "study", "run", "probability", "--only", given)
+    for command in (["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]):
+        error = fails(capsys, *command, os.fsdecode(b"caf\xe9"))  # a YAML file with such a name could not be read again
+        assert error == "timm-ortho: error: 'caf\\udce9' is not UTF-8: rename the file or folder\n"
 
 
 def test_compare_passes_options(monkeypatch):
@@ -201,10 +189,7 @@ def test_missing_extra(capsys, monkeypatch, command, module, package):
     assert fails(capsys, command).strip().endswith(f'{command} needs {package}: pip install "timm-ortho[lab]"')
 
 
-def test_version_is_that_of_the_installed_package():
-    assert environment()["timm-ortho"] == timm_ortho.__version__
-
-
+@pytest.mark.slow
 def test_a_closed_pipe_ends_a_command_without_a_traceback():
     """As in `timm-ortho list "vit_*" | head -1`."""
     reading, writing = os.pipe()

@@ -36,18 +36,54 @@ FLOORS = [
 VIOLATIONS = set()  # (file, imported file from a higher floor); never add any
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+CODE = """
+import sys
+sys.modules["triton"] = None  # as if Triton were not installed
+import timm, torch
+from timm.models import resnetv2, vision_transformer
+
+def state():
+    modules = resnetv2, vision_transformer, timm.models.deit
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    forwards = [(cls, id(cls.forward)) for cls in classes if "forward" in vars(cls)]
+    return (forwards, [sorted(vars(cls)) for cls in classes],
+            [sorted(vars(module)) for module in (resnetv2, vision_transformer, timm.layers)], torch.is_grad_enabled(),
+            torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_rng_state().tolist())
+
+torch.manual_seed(0)
+x = torch.randn(2, 3, 160, 160)
+y = timm.create_model("test_vit")(x)
+before, names, modules = state(), set(timm.list_models()), set(sys.modules)
+import timm_ortho
+print(*(set(sys.modules) - modules))
+assert names < set(timm.list_models()) and not any("ortho" in name for name in names)
+timm_ortho.connect(timm.create_model("test_vit"), "feature")(x)
+timm.create_model("resnetv2_18_orthog")
+torch.manual_seed(0)
+torch.randn(2, 3, 160, 160)
+again = timm.create_model("test_vit")
+assert type(again.blocks[0]) is vision_transformer.Block and torch.equal(again(x), y)
+assert before == state()
+
+model = timm.create_model("resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10)
+weights = [p.clone() for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+optimizer.step()
+assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), weights))
+assert timm_ortho.functional.choose_backend(torch.ones(1), torch.ones(1)) == "torch"
+assert not {"timm_ortho.update.kernels", "matplotlib", "sklearn", "transformers"} & set(sys.modules)
+"""
 
 
-def test_import_loads_few_modules():
-    code = "import sys, timm; before = set(sys.modules); import timm_ortho; print(*(set(sys.modules) - before))"
-    names = run(code).split()
-    packages = {name.partition(".")[0] for name in names}
+def test_a_new_process():
+    """The import loads few modules and changes nothing in timm. Training needs no Triton."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.split()
     ours = {"timm_ortho", "torch", "huggingface_hub", "linecache", "difflib", "ast"}
-    assert packages <= ours | set(sys.stdlib_module_names)
-    assert not [name for name in names if name.startswith(
-        ("timm_ortho.lab", "timm_ortho.bench", "timm_ortho.cli", "timm_ortho.update.kernels"))]
+    assert {name.partition(".")[0] for name in names} <= ours | set(sys.stdlib_module_names)
+    assert not [name for name in names if name.startswith(("timm_ortho.lab", "timm_ortho.bench", "timm_ortho.cli"))]
 
 
 def test_files_import_only_from_their_floor_and_below():
@@ -57,7 +93,7 @@ def test_files_import_only_from_their_floor_and_below():
     files = {".".join(parts).removesuffix(".__init__"): (parts, path) for parts, path in folders.items()}
     del files["__init__"], files["_api"]  # they contain the imports of the public names
     imports = {name: set(_imported(path, parts, files)) for name, (parts, path) in files.items()}
-    assert sum(map(len, imports.values())) > 400
+    assert sum(map(len, imports.values())) > 300
 
     def floor_of(name):
         return floors[name] if name in floors or "." not in name else floor_of(name.rpartition(".")[0])
@@ -93,10 +129,6 @@ def test_only_the_lab_names_its_files():
     elsewhere = {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py", "run_folder.py")}
     assert elsewhere == set()
     assert set(found["run_folder.py",]) >= {RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES}
-
-
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()
 
 
 def of_checkout(name):
@@ -137,9 +169,10 @@ def dotted(text):
     return sorted(set(names))
 
 
-def test_names_on_the_pages_exist():
+def test_names_on_pages_and_in_docstrings_exist():
     pages = of_checkout("README.md"), *(path.read_text(encoding="utf-8") for path in PAGES.glob("*.md"))
-    names = set(dotted("\n".join(pages)))
+    code = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    names = {name for text in ("\n".join(pages), *code) for name in dotted(text)}
     assert {"timm_ortho.hub.push", "timm_ortho.connect", "timm_ortho.lab.rewrites"} <= names
     assert [name for name in names if not exists(name)] == []
 
@@ -150,9 +183,3 @@ def exists(name):
             return True
     module, _, attribute = name.rpartition(".")
     return hasattr(importlib.import_module(module), attribute)
-
-
-def test_names_in_docstrings_exist():
-    named = {name: path.name for path in PACKAGE.rglob("*.py") for name in dotted(path.read_text(encoding="utf-8"))}
-    assert "timm_ortho.hub.push" in named
-    assert {name: path for name, path in named.items() if not exists(name)} == {}

@@ -2,7 +2,7 @@
 
     with HubClient(folder, hub.endpoint, "import timm, torch, timm_ortho", token) as client:
         result = client.run("answer(sum(p.numel() for p in timm.create_model('hf-hub:me/model').parameters()))")
-        result.answer, result.error, result.output, result.seconds
+        result.answer, result.error, result.output
 
 huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN when it is imported. Each client is therefore a separate process
 with its own environment and an empty HF_HOME. The client process imports torch, timm and timm_ortho once and forks for
@@ -14,18 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-__all__ = ["SOON", "HubClient", "Result"]
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A failed pull or push must raise its error within this many seconds. On an idle machine this takes at most 7 s.
-# huggingface_hub's own retries would take 23 s.
-SOON = 20
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,6 @@ class Result:
     answer: Any  # the value that the code passed to `answer`
     error: Optional[str]  # "Type: message" of the exception
     output: str  # stdout, stderr and traceback
-    seconds: float
 
 
 class HubClient:
@@ -46,39 +39,30 @@ class HubClient:
         endpoint: Value of HF_ENDPOINT, the Hub's URL.
         imports: Code that runs once, before the forks.
         token: Value of HF_TOKEN, if any.
-        environment: Further environment variables. HF_HUB_DISABLE_XET=0 enables xet.
     """
 
-    def __init__(
-            self, folder: Path, endpoint: str, imports: str, token: Optional[str] = None, **environment: str) -> None:
+    def __init__(self, folder, endpoint, imports, token=None):
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
-            # hf_xet does not use Python's sockets, so _only_loopback does not restrict it. It gets an unreachable proxy
-            # for all hosts except the loopback addresses in NO_PROXY.
-            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
-            "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            **({"HF_TOKEN": token} if token else {}),
-            **environment,
-        }
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": path, **({"HF_TOKEN": token} if token else {})}
         self._imports = imports
 
-    def __enter__(self) -> "HubClient":
+    def __enter__(self):
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._imports], env=self._environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
 
-    def run(self, code: str) -> Result:
+    def run(self, code):
         """Run code in a new process. If the code calls `answer(value)`, the result contains this JSON value."""
         self._process.stdin.write(json.dumps(code) + "\n")
         self._process.stdin.flush()
@@ -87,14 +71,14 @@ class HubClient:
             raise RuntimeError(f"the client ended with status {self._process.wait()}")
         return Result(**json.loads(line))
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty HF_HOME, which contains the cache."""
         shutil.rmtree(self.home)
         self.home.mkdir()
 
 
 # ------------------------------------------------------------------------------------ in the client's process
-def _only_loopback(event: str, arguments: tuple) -> None:
+def _only_loopback(event, arguments):
     """Refuse connections of Python's sockets to other machines. This function is an audit hook."""
     if event == "socket.getaddrinfo":
         host = arguments[0]
@@ -107,27 +91,25 @@ def _only_loopback(event: str, arguments: tuple) -> None:
         raise OSError(f"a test tried to reach {host}")
 
 
-def _main() -> None:
+def _main():
     sys.addaudithook(_only_loopback)
     sys.path.remove(str(Path(__file__).parent))
-    names: dict[str, Any] = {}
+    names = {}
     exec(sys.argv[1], names)
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as folder:
-            start = time.perf_counter()
             child = os.fork()
             if child == 0:
                 _run(json.loads(line), names, Path(folder))
             os.waitpid(child, 0)
-            seconds = time.perf_counter() - start
             result = json.loads(Path(folder, "result").read_text())
             output = Path(folder, "output").read_text()
-        print(json.dumps({**result, "output": output, "seconds": seconds}), flush=True)
+        print(json.dumps({**result, "output": output}), flush=True)
 
 
-def _run(code: str, names: dict[str, Any], folder: Path) -> None:
+def _run(code, names, folder):
     """Run code in the forked process. Write the code's output and result to files."""
-    result: dict[str, Any] = {"answer": None, "error": None}
+    result = {"answer": None, "error": None}
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

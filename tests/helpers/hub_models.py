@@ -8,8 +8,6 @@ from safetensors.torch import load, save
 
 from timm_ortho import sites
 
-from .hub_client import SOON
-
 VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
 MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
@@ -107,10 +105,9 @@ def fill_cache(client, files):
 
 
 def check_refused(result, text, token=None):
-    """Check that a run failed within SOON seconds with a one-line error that matches ``text``, and printed no token."""
+    """Check that a run failed with a one-line error that matches ``text``, and printed no token."""
     assert result.error, f"no error, but {result.answer}"
     assert result.error.startswith("WeightsError: "), result.output
     assert "\n" not in result.error
     assert re.search(text, result.error), result.error
-    assert result.seconds < SOON
     assert token is None or token not in result.output

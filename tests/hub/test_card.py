@@ -13,8 +13,6 @@ from helpers.tiny_study import change_run, result_of, unfinish
 from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
 
-from scripts import publish
-from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab import commands
@@ -42,14 +40,7 @@ def read(path):
 
 def rows(folder):
     with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-
-
-def write_rows(folder, rows):
-    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        table.writerows({**row, "epoch": int(row["epoch"])} for row in rows)
+        return list(csv.DictReader(file))
 
 
 def figures(card):
@@ -68,8 +59,8 @@ def test_metadata_is_the_run_with_its_spread(grid):
     top1 = {seed: result_of(grid / f"feature-seed{seed}")["top1"] for seed in range(3)}
     last = rows(grid / "feature-seed1")[-1]
     assert figures(model_card(SUBJECT, run)) == {
-        "top-1 of these weights, %": (pytest.approx(last["eval_top1"], abs=1e-4), None),
-        "top-5 of these weights, %": (pytest.approx(last["eval_top5"], abs=1e-4), None),
+        "top-1 of these weights, %": (pytest.approx(float(last["eval_top1"]), abs=1e-4), None),
+        "top-5 of these weights, %": (pytest.approx(float(last["eval_top5"]), abs=1e-4), None),
         "top-1 after the last epoch, mean over seeds, %": (
             pytest.approx(fmean(top1.values()), abs=1e-4),
             {"std": pytest.approx(stdev(top1.values()), abs=1e-4), "seeds": [0, 1, 2]}),
@@ -91,24 +82,6 @@ def test_every_metric_comes_from_the_files(grid):
     assert found
     assert found <= known
     assert f"{difference['mean']:+.2f} [{low:+.2f}, {high:+.2f}]" in text
-
-
-@pytest.mark.parametrize(("file", "key", "name"), [
-    ("summary.csv", "eval_top1", "top-1 of these weights, %"),
-    ("run.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
-])
-def test_a_card_follows_its_files(copied, file, key, name):
-    path = copied / "feature-seed0" / file
-    before = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    values = rows(path.parent) if file == "summary.csv" else [result_of(path.parent)]
-    values[-1][key] += 3
-    if file == "summary.csv":
-        write_rows(path.parent, values)
-    else:
-        change_run(path.parent, result=values[0])
-        commands.report_on([copied])
-    after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
 
 
 def test_unfinished_runs_have_no_numbers_on_the_card(copied):
@@ -174,14 +147,6 @@ def test_without_a_history_there_are_no_metrics(tmp_path):
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert figures(card) == {}
     assert "the run's files have no metrics for the epoch of these weights" in str(card)
-
-
-def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")
-    folder = publish.publish(grid, tmp_path, "mine")
-    kept, run = PublishedRun(folder, "feature"), CheckpointRun(grid / "feature-seed0")
-    assert figures(model_card(SUBJECT, kept)) == figures(model_card(SUBJECT, run))
-    assert kept.options["model_kwargs"] == run.options["model_kwargs"]
 
 
 def test_the_card_of_a_run_of_timms_script(tmp_path):
@@ -287,13 +252,11 @@ def test_a_connection_is_described_by_its_docstring(name):
 @pytest.mark.parametrize(("make", "words"), [
     (lambda dim, eps=1e-6: FeatureConnection(dim, eps), "mine. Registered by its author."),
     (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
-    (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
-    (type("Mine", (FeatureConnection,), {"__doc__": "Half of |f|."}), r"mine. Half of \|f\|."),
+    (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of |f|.\n\n    More."}), r"mine. Half of \|f\|."),
 ])
 def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
     monkeypatch.setitem(CONNECTIONS, "mine", make)
-    text = str(model_card(connected(connection="mine")))
-    assert f"| connection | {words} |\n" in text
+    assert f"| connection | {words} |\n" in str(model_card(connected(connection="mine")))
 
 
 ADDS = "A residual block adds its branch output f to the stream x"
@@ -342,10 +305,7 @@ def test_first_lines_warn_about_the_hubs_snippet():
     assert "is not supported in your version of timm" in first
     plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
     assert "Unknown model" not in str(model_card(plain))  # timm's own models need no import
-
-
-def test_the_revision_is_in_the_snippets():
-    text = str(model_card(Subject("m", CONFIG, 1, "me/m", "v2")))
+    text = str(model_card(replace(SUBJECT, repo_id="me/m", revision="v2")))
     assert 'create_model("hf-hub:me/m@v2"' in text
     assert 'from_pretrained("me/m", revision="v2")' in text
 
@@ -361,18 +321,14 @@ def test_base_model_and_about():
     assert "transformers" not in section(card, "Use")
 
 
-def test_curve(grid, tmp_path):
-    draw_curve(CheckpointRun(grid / "feature-seed0"), tmp_path / "a.png")
-    draw_curve(CheckpointRun(grid / "feature-seed1"), tmp_path / "b.png")
-    first, second = ((tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
-    assert first.startswith(b"\x89PNG")
-    assert first != second
-
-
 def test_a_diverged_run(copied):
     folder = copied / "feature-seed0"
     *before, last = rows(folder)
-    write_rows(folder, [*before, {**last, "eval_loss": float("nan"), "train_loss": float("nan")}])
+    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, last)
+        table.writeheader()
+        table.writerows([*before, {**last, "eval_loss": "nan", "train_loss": "nan"}])
     run = CheckpointRun(folder)
     draw_curve(run, copied / "curve.png")
+    assert (copied / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
