@@ -405,7 +405,7 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
                 "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes "
                 "its parameters. Connect first, then wrap or shard the model")
         whole = next((each for each in connections.values() if each.dims is None), None)
-        if whole and spec and spec.causal:
+        if whole and spec and (spec.causal or spec.text):
             raise ValueError(
                 f"connection {whole.name!r} has one projection for all tokens of a sample, but "
                 f"{block.name or 'the model'} is a {type(module).__name__}, a block of a causal or language model: use "

@@ -28,7 +28,7 @@ def register_block(block: type, *, mask: Optional[str] = None, bypass: bool = Fa
         bypass: True if some calls of the block are meant to compute their result without the additions, for example in
             training. These calls do not use the connections.
         fields: Other fields of :class:`timm_ortho.blocks.BlockSpec`: ``stream`` and ``kinds``, and if necessary
-            ``dim``, ``width``, ``keep``, ``method``, ``causal`` and ``sides_differ``.
+            ``dim``, ``width``, ``keep``, ``method``, ``causal``, ``text`` and ``sides_differ``.
 
     Returns:
         The class.

@@ -55,8 +55,8 @@ class BlockSpec:
             block separately.
         width: Number of channels of the stream, or a function of the block that returns one number for all additions,
             or one for each. ``connect`` needs it only for its argument ``skip``. None for :func:`last_width`.
-        causal: Whether the block is part of a language model, causal or not, or its attention is always causal.
-            ``connect`` then refuses connections with one projection per sample.
+        causal: Whether the attention is always causal. ``connect`` then refuses one projection per sample.
+        text: Whether the block is part of a language model, causal or not. ``connect`` then refuses the same.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. All sites of a layer have the same index. Blocks inside another block share its index without
             a depth. A depth is needed if the layer is not a block itself and contains several blocks.
@@ -83,6 +83,7 @@ class BlockSpec:
     tokens_apart: bool = False
     width: Union[int, Callable[[nn.Module], Union[int, Sequence[int]]], None] = None
     causal: bool = False
+    text: bool = False
     depth: int = 0
     sides_differ: bool = False
 

@@ -82,32 +82,32 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         gemma.GemmaDecoderLayer gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer phi3.Phi3DecoderLayer
         olmo.OlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer starcoder2.Starcoder2DecoderLayer
         smollm3.SmolLM3DecoderLayer granite.GraniteDecoderLayer opt.OPTDecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, causal=True),
+        "residual", _TRANSFORMER, _TOKENS, text=True),
     *_blocks(  # mixtures of experts
         """mixtral.MixtralDecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
         olmoe.OlmoeDecoderLayer gpt_oss.GptOssDecoderLayer deepseek_v3.DeepseekV3DecoderLayer""",
-        "residual", _TRANSFORMER, _TOKENS, causal=True, width=_attention_width),
-    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
+        "residual", _TRANSFORMER, _TOKENS, text=True, width=_attention_width),
+    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, text=True,
              width=lambda block: len(block.ln_1.weight)),
     # config.use_parallel_residual selects one sum of MLP, attention and stream, whose inner addition gets None, or one
     # sum for the attention and one for the MLP
     *_blocks(
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
-        ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
-    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, causal=True),
-    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, causal=True),
-    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal=True),
-    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS, causal=True),
-    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS, causal=True),
+        ("parallel", None, "attention", "mlp"), _TOKENS, text=True, sides_differ=True),
+    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, text=True),
+    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, text=True),
+    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, text=True),
+    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS, text=True),
+    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS, text=True),
     *_blocks(
         """bert.BertSelfOutput roberta.RobertaSelfOutput xlm_roberta.XLMRobertaSelfOutput
         blip/blip_text.BlipTextSelfOutput""",
-        "input_tensor", ("attention",), _TOKENS, causal=True, depth=2),
+        "input_tensor", ("attention",), _TOKENS, text=True, depth=2),
     *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput blip/blip_text.BlipTextOutput",
-             "input_tensor", ("mlp",), _TOKENS, causal=True, depth=1),
-    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, causal=True, depth=2),
-    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, causal=True, depth=2),
-    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, causal=True, depth=2),
+             "input_tensor", ("mlp",), _TOKENS, text=True, depth=1),
+    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, text=True, depth=2),
+    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, text=True, depth=2),
+    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, text=True, depth=2),
 )
 
 NOT_RESIDUAL: Dict[str, str] = {
