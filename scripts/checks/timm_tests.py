@@ -1,6 +1,6 @@
 """Run timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python -m scripts.checks.timm_tests                          forty quick variants, each of a different kind
+    python -m scripts.checks.timm_tests                          36 quick variants, each of a different kind
     python -m scripts.checks.timm_tests "*_ortho" -m "base or cfg"    these variants, with options of pytest
 
 timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
@@ -29,13 +29,10 @@ from timm_ortho.models import coverage
 # Quick variants with many kinds of blocks, stems, norms and heads. About half are _ortho, and half are _orthog.
 SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; test_vit3 has LayerScale, registers and average pooling
-    "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
     "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
     "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock
-    "vit_small_patch16_18x2_224_orthog",  # ParallelThingsBlock
     "deit_tiny_distilled_patch16_224_ortho",  # two heads
-    "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
-    "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
+    "resnetv2_50d_gn_orthog",  # PreActBottleneck
     "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own models
     # streams of tokens, [B, N, C]
     "test_vit_relpos_orthog", "eva02_tiny_patch14_224_ortho", "convit_tiny_orthog", "coat_lite_tiny_ortho",
@@ -113,7 +110,7 @@ def _key(item) -> Optional[tuple[str, str]]:
 
 def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="variants or patterns (default: forty quick variants)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="variants or patterns (default: 36 quick variants)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="folder for timm's tests (default: %(default)s)",
                         default=Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "timm-ortho")
     args, options = parser.parse_known_args(arguments)
