@@ -7,7 +7,6 @@ from helpers.small_models import host
 import timm_ortho
 from timm_ortho import RoutingError
 from timm_ortho.blocks import lookup, routed, specs
-from timm_ortho.blocks.bypass import bypass_of_route
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -259,4 +258,4 @@ def test_these_calls_bypass_no_addition(block, arguments):
 def test_no_block_of_timm_bypasses_its_additions():
     hosts = {spec: host(spec) for spec in specs("timm")}
     assert {spec.name: bypass for spec, block in hosts.items()
-            if block and (bypass := bypass_of_route(routed.route(block, spec)))} == {}
+            if block and (bypass := routed.route(block, spec).bypass)} == {}

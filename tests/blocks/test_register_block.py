@@ -334,12 +334,6 @@ class Added(MyBlock):
         return torch.add(x, self.f(x))
 
 
-class Static(MyBlock):
-    @staticmethod
-    def add(x, f):
-        return x + f
-
-
 class Lambda(MyBlock):
     forward = lambda self, x: x + self.f(x)  # noqa: E731
 
@@ -396,7 +390,6 @@ def enclosed():
     (SwappedInPlace, dict(stream="out", kinds=("mlp",)), RoutingError,
      r"in 'out \+= identity', 'identity' is a copy of 'x': pass stream='identity'$"),
     (SwappedPair, dict(stream="x", kinds=("mlp",)), RoutingError, "'r' is a copy of 'x': pass stream='r'$"),
-    (Static, dict(stream="x", kinds=("mlp",), method="add"), RoutingError, "add is a static or class method"),
     (Lambda, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
     (Tagged, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: TypeError"),
     (enclosed(), dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: NameError"),

@@ -22,8 +22,7 @@ from .spec import BlockSpec
 def written_class(module: nn.Module) -> type:
     """Return the class of a module before ``fully_shard`` or a parametrization replaced it by a subclass.
 
-    Classes of torch that inherit ``forward`` are skipped. This also affects some layers: for a ``BatchNorm2d`` the
-    result is its base ``_BatchNorm``.
+    Classes of torch that inherit ``forward`` are skipped, also layers such as ``BatchNorm2d``.
     """
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
