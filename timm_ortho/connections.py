@@ -240,6 +240,7 @@ def register_connection(name: str, connection: Optional[Callable[..., Connection
     """
     if connection is None:
         return partial(register_connection, name)
+    arguments_of(connection)
     check_new_name("connection", name, connection, CONNECTIONS.get(name))
     create_connection(connection)
     CONNECTIONS[name] = connection
@@ -305,10 +306,7 @@ def create_connection(
 
 
 def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
-    """Return the registered name of a connection, or else the name of its class or function.
-
-    A name that another connection has registered is preceded by the module.
-    """
+    """Return the registered name of a connection, or else a name of its class or function that is not registered."""
     if isinstance(connection, str):
         return known_connection(connection)
     for name, registered in CONNECTIONS.items():

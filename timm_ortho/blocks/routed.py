@@ -99,14 +99,7 @@ def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name
 
 
 def route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> Route:
-    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds.
-
-    Example:
-        >>> host = timm.models.vision_transformer.Block
-        >>> found = route(host, lookup.spec_of_class(host))
-        >>> found.reached(host(8, 2)), found.next_norms
-        (('attention', 'mlp'), {'attention': 'norm2'})
-    """
+    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
     name = spec.method if hasattr(host, spec.method) else "forward"
     return _route(host, spec, tuple(spec.sites) if kinds is None else kinds, name, getattr(host, name))
 

@@ -129,7 +129,13 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore each module's mode at the end."""
+    """Switch to evaluation mode, and restore each module's mode at the end.
+
+    >>> model = nn.Dropout()
+    >>> with evaluation(model):
+    ...     model.training
+    False
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
