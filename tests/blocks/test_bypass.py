@@ -65,6 +65,13 @@ class Evaluated(Bypassing):
         return x
 
 
+class ReturnedFirst(Bypassing):
+    def forward(self, x):
+        if self.training:
+            return x + self.f(x)
+        return added(x, self.f(x))
+
+
 class Where(Bypassing):
     def forward(self, x, keep=None):
         f = self.f(x)
@@ -143,6 +150,7 @@ class ReturnedInContext(Bypassing):
     (Returned, "forward bypasses an addition if self.training", {}),
     (ReturnedElse, "forward bypasses an addition if self.training", {}),
     (Evaluated, "forward bypasses an addition if not self.training", {}),
+    (ReturnedFirst, "forward bypasses an addition if not self.training", {}),
     (Where, "forward bypasses an addition if not keep is None", {}),
     (InContext, "forward bypasses an addition if self.training", {}),
     (ReturnedInContext, "forward bypasses an addition if self.training", {}),
