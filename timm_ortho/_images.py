@@ -9,12 +9,9 @@ from ._text import error_text
 
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
-    """Return the result of timm's ``resolve_data_config``, adapted to images of any number of channels.
+    """Return timm's ``resolve_data_config`` for timm's options, adapted to images of any number of channels.
 
-    Args:
-        model: The model. Its ``pretrained_cfg`` contains the defaults.
-        options: timm's options, such as ``img_size`` and ``mean``.
-        channels: Number of channels of the images; None for the number of input channels of the model.
+    The default of ``channels`` is the number of input channels of the model.
     """
     channels = channels or _channels(model)
     requested = {key: _for_channels(options[key], channels) for key in ("mean", "std") if options.get(key)}
@@ -31,10 +28,8 @@ def _for_channels(values: Sequence[float], channels: int) -> Sequence[float]:
 def opened(file: Any, mode: str) -> Image.Image:
     """Open an image file, and return the image in a Pillow mode such as ``RGB``.
 
-    Raises:
-        OSError: The file is not an image.
-        ValueError: The image is larger than Pillow's limit, or has 16 or 32 bits per channel, whose values Pillow would
-            clip to 255.
+    A file that is no image raises OSError. An image that is larger than Pillow's limit, or has 16 or 32 bits per
+    channel, whose values Pillow would clip to 255, raises ValueError.
     """
     try:
         image = Image.open(file)

@@ -3,35 +3,12 @@
 A file of another person may contain eight levels of aliases that expand to billions of values. The package's own files
 contain no aliases, so files with aliases are refused.
 """
-from typing import Any, Iterator
+from typing import Any
 
 import yaml
 from yaml import YAMLError
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
-
-
-class _WithoutAliases(_Loader):
-    def construct_document(self, node: yaml.Node) -> Any:
-        seen = set()
-        for each in _nodes(node):
-            if id(each) in seen:  # an alias is the same object as its anchor
-                raise yaml.MarkedYAMLError(
-                    problem="aliases (*name) are not supported, write the values instead", problem_mark=each.start_mark)
-            seen.add(id(each))
-        return super().construct_document(node)
-
-
-def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
-    """Yield all nodes of a document. The caller stops at the first repeated node."""
-    todo = [root]
-    while todo:
-        node = todo.pop()
-        yield node
-        if isinstance(node, yaml.SequenceNode):
-            todo += node.value
-        elif isinstance(node, yaml.MappingNode):
-            todo += [part for pair in node.value for part in pair]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,7 +26,11 @@ def load_yaml(text: str) -> Any:
         YAMLError: The text is not YAML, contains an alias, or has a value that Python cannot represent.
     """
     try:
-        return yaml.load(text, Loader=_WithoutAliases)
+        for event in yaml.parse(text, Loader=_Loader):
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported, write the values instead",
+                                           problem_mark=event.start_mark)
+        return yaml.load(text, Loader=_Loader)
     except (ValueError, RecursionError) as error:  # a date such as 2026-13-01, or thousands of nested lists
         raise YAMLError(f"a value cannot be read: {error}") from None
 

@@ -38,24 +38,14 @@ STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # 
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """Description of the site of a connection in a model. :func:`timm_ortho.connect` makes it.
+    """Description of the site of a connection in a model. :func:`timm_ortho.connect` makes it."""
 
-    Attributes:
-        name: Name of the connection, see :attr:`Connection.name`.
-        arguments: Arguments of the call of ``connect``, see :func:`timm_ortho.connection_arguments`. All sites of the
-            call share one dict.
-        routed: Whether ``connect`` added the connection to its block; False if the block's own code contains it.
-        tokens_apart: Whether ``global`` has one projection per token, see :class:`timm_ortho.blocks.BlockSpec`.
-        in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
-        count: Number of sites of the call of ``connect``. Skips may depend on it.
-    """
-
-    name: str = ""
-    arguments: Dict[str, Any] = field(default_factory=dict)
-    routed: bool = False
-    tokens_apart: bool = False
-    in_place: bool = False
-    count: int = 1
+    name: str = ""  # of the connection, see :attr:`Connection.name`
+    arguments: Dict[str, Any] = field(default_factory=dict)  # of the call of ``connect``, shared by all its sites
+    routed: bool = False  # False if the block's own code contains the connection
+    tokens_apart: bool = False  # whether ``global`` has one projection per token, see BlockSpec
+    in_place: bool = False  # whether the block changes the sum in place; ``keep`` is then ``"branch"``
+    count: int = 1  # sites of the call of ``connect``; skips may depend on it
 
 
 NO_SITE = SiteSpec()
@@ -234,10 +224,7 @@ def register_connection(name: str, connection: Optional[Callable[..., Connection
     Args:
         name: A Python identifier, so that command lines and config.json can contain it.
         connection: A subclass of :class:`Connection`, or a function that returns an instance, see
-            :func:`create_connection`. Without it, return a decorator.
-
-    Returns:
-        The connection.
+            :func:`create_connection`. It is returned. Without it, return a decorator.
 
     Raises:
         ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
@@ -319,10 +306,7 @@ def create_connection(
 
 
 def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
-    """Return the registered name of a connection, or else the name of its class or function.
-
-    A name that another connection has registered is preceded by the module.
-    """
+    """Return the registered name of a connection, or else a name of its class or function that is not registered."""
     if isinstance(connection, str):
         return known_connection(connection)
     for name, registered in CONNECTIONS.items():
@@ -337,9 +321,6 @@ def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str,
 
     >>> arguments_of("global")
     {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}
-
-    Raises:
-        ValueError: The name is unknown, or the connection does not have the required signature.
     """
     make = _registered(connection)
     if isinstance(make, nn.Module) or not callable(make):

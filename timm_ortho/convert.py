@@ -63,19 +63,12 @@ class UnsupportedModelError(ValueError):
 
 
 class Addition(NamedTuple):
-    """A residual addition of a block, for which :func:`connect` makes a connection.
-
-    Attributes:
-        kind: Kind of the branch.
-        dim: Channel axis of the stream.
-        branch_first: Whether the branch output is the left summand.
-        site: Description of the site, without the arguments of the call.
-    """
+    """A residual addition of a block, for which :func:`connect` makes a connection."""
 
     kind: str
-    dim: int
-    branch_first: bool
-    site: SiteSpec
+    dim: int  # channel axis of the stream
+    branch_first: bool  # whether the branch output is the left summand
+    site: SiteSpec  # without the arguments of the call
 
 
 Block = tuple[FoundModule, dict[str, Addition]]  # a block and its additions, by the attribute of the connection
@@ -182,15 +175,9 @@ def connect(
 
 
 def disconnect(model: ModelT) -> ModelT:
-    """Undo :func:`connect` in place: restore the class of every block and remove the connections.
+    """Undo :func:`connect` in place: restore the class of every block and remove the connections. Return the model.
 
     Connections that a block's own code contains are replaced by ``linear``.
-
-    Args:
-        model: Any module, with or without connections.
-
-    Returns:
-        The same model.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -466,7 +453,8 @@ def _record_for_timm(model: nn.Module, plan: Plan) -> Iterator[str]:
             arguments = {"connection": type(sites(module)[0].connection)}
         problem = keep_arguments(module, arguments)
         architecture = vars(module)["pretrained_cfg"].get("architecture") or ""
-        if not takes_source_arguments and not _is_default(architecture, arguments):
+        by_name = {"connection": SUFFIXES.get(suffix_of(architecture.partition(".")[0]), "linear"), "eps": 1e-6}
+        if not takes_source_arguments and {"connection": "linear", "eps": 1e-6, **arguments} != by_name:
             problem = problem or ("timm before 1.0.31 saves no arguments, so save_for_hf does not save these "
                                   "connections: use timm_ortho.hub.export")
         if problem:
@@ -498,12 +486,6 @@ def keep_arguments(model: nn.Module, arguments: dict[str, Any]) -> str:
     vars(model)["_model_args"] = {
         **kept, **{variant_argument(name): value for name, value in arguments.items()}}
     return ""
-
-
-def _is_default(architecture: str, arguments: dict[str, Any]) -> bool:
-    """Return whether an architecture has the connections of these arguments without any arguments."""
-    connection = SUFFIXES.get(suffix_of(architecture.partition(".")[0]), "linear")
-    return {"connection": "linear", "eps": 1e-6, **arguments} == {"connection": connection, "eps": 1e-6}
 
 
 def _record_for_transformers(model: nn.Module) -> Iterator[str]:

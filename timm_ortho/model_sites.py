@@ -33,19 +33,12 @@ class Site(NamedTuple):
 
 
 class FoundModule(NamedTuple):
-    """A module of a model that is neither a connection nor inside one.
+    """A module of a model that is neither a connection nor inside one."""
 
-    Attributes:
-        name: Name in ``named_modules()``.
-        module: The module.
-        spec: Description of its class without connections; None if this is no supported block.
-        connections: The connections among its children, by attribute. Wrappers of connections are seen through.
-    """
-
-    name: str
+    name: str  # in ``named_modules()``
     module: nn.Module
-    spec: Optional[BlockSpec]
-    connections: dict[str, Connection]
+    spec: Optional[BlockSpec]  # of its class without connections; None if this is no supported block
+    connections: dict[str, Connection]  # among its children, by attribute; wrappers of connections are seen through
 
     @property
     def layer(self) -> str:
@@ -132,10 +125,7 @@ def sites(model: nn.Module) -> list[Site]:
 
 
 def _code_without(block: FoundModule, attribute: str) -> str:
-    """Return the name of the code that replaced a block's class or forward and does not call a connection, or "".
-
-    If the ``forward`` of an instance may call another ``forward``, that one may call the connection.
-    """
+    """Return the name of the code that replaced a block's class or forward and does not call a connection, or ""."""
     module = block.module
     if not block.connections[attribute].site.routed:
         return ""
@@ -153,11 +143,10 @@ def _code_without(block: FoundModule, attribute: str) -> str:
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
     """Yield the layer index of each block, given the names of the blocks or of their layers in model order.
 
-    A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
+    A block inside another block belongs to the outer layer.
 
-    Example:
-        >>> list(layers_of(["blocks.0", "blocks.0.cpe", "blocks.1"]))
-        [0, 0, 1]
+    >>> list(layers_of(["blocks.0", "blocks.0.cpe", "blocks.1"]))
+    [0, 0, 1]
     """
     outer: Optional[str] = None
     layer = -1
@@ -177,9 +166,6 @@ def connection_arguments(model: nn.Module) -> dict[str, Any]:
     >>> import timm
     >>> connection_arguments(timm.create_model("vit_test_ortho", connection_layers=[1, 2]))
     {'connection': 'feature', 'eps': 1e-06, 'layers': [1, 2]}
-
-    Args:
-        model: Any module.
 
     Returns:
         Arguments of ``connect`` by name. Arguments other than ``connection`` and ``eps`` are omitted if they equal

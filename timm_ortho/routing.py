@@ -96,6 +96,8 @@ class Route:
     Attributes:
         source: The source of the method with calls of connections.
         branch_first: By kind, whether the stream is the right summand of the addition.
+        bypass: Source of a condition under which a call computes its result without an addition, or "". Conditions on
+            the configuration of a block do not count, and neither do calls that return the stream unchanged.
         next_norms: By kind, the attribute of the norm that reads the sum next, in one of the sides of an ``if``.
 
     Raises:
@@ -113,8 +115,6 @@ class Route:
         self.block, self.spec, self.kinds, self.name = block, spec, kinds, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
         where = f"{block.__module__}.{block.__qualname__}" + (f" of {library_of(block)}" if not is_own(block) else "")
-        if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
-            raise RoutingError(f"{where}: {method} is a static or class method, without access to the connections")
         self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
         enclosed = self.method.__code__.co_freevars
         if enclosed:
@@ -125,7 +125,7 @@ class Route:
             raise RoutingError(f"{where}: in evaluation mode {method} calls a fused operation that includes the "
                                "additions; write the block without that fast path and register it")
         try:
-            tree = syntax_tree(self.method)
+            tree: Any = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
             raise RoutingError(
                 f"{where}: the source of {method} cannot be read: {getattr(error, 'msg', error)}") from None
@@ -135,7 +135,11 @@ class Route:
                 and not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")):
             raise RoutingError(f"{where}: {method} was replaced by a wrapper that its source does not contain: write "
                                "the wrapper as a decorator in the class")
-        tree, router = self.replaced(tree)
+        for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
+            if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
+                node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
+        router = Router(spec, kinds, self.method, keeps_order=is_own(block))
+        tree = ast.fix_missing_locations(router.visit(tree))
         count = len(spec.kinds)
         if router.length != count or router.problem:
             streams = " or ".join(map(repr, dict.fromkeys(each for streams in router.expected for each in streams)))
@@ -150,21 +154,13 @@ class Route:
             check = ["if is_causal is True:", *(f"    {each}.refuse_causal()" for each in connections)]  # FX: a proxy
             tree.body[0].body[:0] = ast.parse("\n".join(check)).body
         self.branch_first = {kind: first for kind, first in zip(spec.kinds, router.branch_first, strict=True) if kind}
-        self._paths = router.paths
+        self._paths, self.bypass = router.paths, router.bypass
         self.next_norms: Dict[str, str] = {}
         if self.method.__globals__.get("torch") is torch and "torch" not in router.local:  # for torch.jit.is_scripting
             norms = _Norms(self.method, router.calls)
             norms.rewrite(tree)
             self.next_norms = {kind: norms.found[site] for kind, site in spec.sites.items() if site in norms.found}
         self.source = ast.unparse(tree)
-
-    def replaced(self, tree: ast.Module) -> Tuple[Any, "Router"]:
-        """Replace the additions in a syntax tree of the method. Return the tree and the router, which has the calls."""
-        for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
-            if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
-                node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = Router(self.spec, self.kinds, self.method, keeps_order=is_own(self.block))
-        return ast.fix_missing_locations(router.visit(tree)), router
 
     def reached(self, block: Any) -> Tuple[str, ...]:
         """Return the kinds of additions that a call of ``block`` can reach with the block's present attributes."""
@@ -242,6 +238,10 @@ class Router(ast.NodeTransformer):
         self.argument = "".join(function.__code__.co_varnames[1:2])  # the input of the block
         self.local = locals_of(function.__code__) - {self.instance}
         self.copies: Dict[str, str] = {}  # name -> name from which it was assigned, as in ``shortcut = x``
+        self.arguments = set(function.__code__.co_varnames[1:function.__code__.co_argcount])  # not yet assigned
+        self.count = 0  # number of additions on the present path
+        self.exits: List[Tuple[int, bool, ast.expr]] = []  # additions, whether the stream changed, and the condition
+        self.bypass = ""  # see Route
         self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
         self.depth = 0  # number of additions whose branch contains the present node
@@ -259,6 +259,7 @@ class Router(ast.NodeTransformer):
         for target in node.targets:
             for inner in ast.walk(target):
                 self.copies.pop(getattr(inner, "id", ""), None)
+                self.arguments.discard(getattr(inner, "id", ""))
             pairs: Any = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
@@ -307,6 +308,7 @@ class Router(ast.NodeTransformer):
         self.matched.append(ast.unparse(node))
         number = self.position
         self.position += 1
+        self.count += 1
         self.length = max(self.length, self.position)
         if number >= len(self.sites):
             return None
@@ -351,6 +353,12 @@ class Router(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list = [each for each in node.decorator_list if ast.unparse(each) not in _DOCUMENTING]
         node.body = self._visit_statements(node.body)
+        most = max([self.count, *(count for count, _, _ in self.exits)])
+        exits = [(count, changes, condition) for count, changes, condition in self.exits if changes and count < most]
+        exits += [(self.count, True, negated(condition)) for count, _, condition in self.exits
+                  if self.count < count and self._changes(node.body[-1:])]
+        for count, _, condition in exits:
+            self._note_bypass(condition, count)
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
@@ -379,18 +387,42 @@ class Router(ast.NodeTransformer):
     def _visit_sides(
             self, test: ast.expr, then: List[Any], otherwise: List[Any]) -> Tuple[List[Any], List[Any]]:
         start, ends, visited = self.position, [], []
-        for condition, side in ((test, then), (negated(test), otherwise)):
+        first, counts, tests = self.count, [], (test, negated(test))
+        for condition, side in zip(tests, (then, otherwise), strict=True):
             self.position = self.position if self.sides_differ else start
+            self.count = first
             self.conditions.append(condition)
             visited.append(self._visit_statements(side))
             self.conditions.pop()
             ends.append(start if leaves(side) else self.position)
+            counts.append(self.count)
+        going_on = [count for count, side in zip(counts, visited, strict=True) if not leaves(side)]
+        self.count = max(going_on or counts)
+        for condition, side, count in zip(tests, visited, counts, strict=True):
+            if not is_fixed(test, self.local) and leaves(side):
+                self.exits.append((count, self._changes(side), condition))
+            elif not is_fixed(test, self.local) and count < self.count and self._changes(side):
+                self._note_bypass(condition, count)
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem += (
                 f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
                 "sides_differ=True, and name each addition of both sides in kinds")
         self.position = max(ends)
         return visited[0], visited[1]
+
+    def _note_bypass(self, condition: ast.expr, count: int) -> None:
+        if not (self.sides_differ and count):
+            self.bypass = self.bypass or ast.unparse(condition)
+
+    def _changes(self, side: Sequence[ast.AST]) -> bool:
+        """Return whether one side of a statement changes the stream other than by connections, and does not raise."""
+        return not any(isinstance(node, ast.Raise) for node in side) and not all(map(self._keeps, side))
+
+    def _keeps(self, node: ast.AST) -> bool:
+        """Return whether a statement assigns or returns the stream or the sum, or an expression is one of them."""
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)) else node
+        return value is None or isinstance(value, (ast.Pass, ast.Continue, ast.Break)) or value in self.calls or (
+            ast.unparse(value) in self.streams | self.arguments)
 
     def _visit_statements(self, statements: List[Any]) -> List[Any]:
         outer = len(self.conditions)
@@ -532,16 +564,12 @@ def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any
         return True
 
 
-RETURNING = (ast.Return, ast.Continue, ast.Break)
-LEAVING = (*RETURNING, ast.Raise)
-
-
 def leaves(statements: Sequence[ast.AST]) -> bool:
     """Return whether these statements end with a return or raise, or leave an iteration of a loop."""
     last = statements[-1] if statements else None
     if isinstance(last, (ast.With, ast.Try)):
         return leaves(last.body) and all(leaves(handler.body) for handler in getattr(last, "handlers", ()))
-    return isinstance(last, LEAVING) or (
+    return isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise)) or (
         isinstance(last, ast.If) and leaves(last.body) and leaves(last.orelse))
 
 

@@ -17,8 +17,7 @@ The last three are optional. A run that changes its connection during training h
 With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
 `--model-ema-force-cpu` they evaluate the plain weights.
 
-Another person may have written the files. Each one is checked once, where it is read here. Checkpoints are read by
-:mod:`timm_ortho.weights.files`, which runs no code from them.
+Another person may have written the files. Each one is checked once, where it is read here.
 """
 import csv
 import importlib
@@ -35,7 +34,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, Optional, Union
 
 import timm
@@ -127,21 +125,13 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RunFile:
-    """The checked contents of a `run.json`.
+    """The checked contents of a `run.json`."""
 
-    Attributes:
-        plan: The trainer (`lab` or the path of a `train.py`), the stages, and the settings that are no option of timm.
-        job: The Slurm job that was submitted last.
-        sessions: For each process that trained the run: versions, machine, command, begin, end and error.
-        result: The metrics of the finished run, None before.
-        comparison: Numbers of all seeds, and the rows of the table of `timm-ortho compare`.
-    """
-
-    plan: Mapping[str, Any]
-    job: Optional[str] = None
-    sessions: Sequence[Mapping[str, Any]] = ()
-    result: Optional[Mapping[str, Any]] = None
-    comparison: Optional[Mapping[str, Any]] = None
+    plan: Mapping[str, Any]  # trainer (`lab` or the path of a `train.py`), stages, and settings that are not timm's
+    job: Optional[str] = None  # the Slurm job that was submitted last
+    sessions: Sequence[Mapping[str, Any]] = ()  # versions, machine, command, begin, end, error of each process
+    result: Optional[Mapping[str, Any]] = None  # metrics of the finished run
+    comparison: Optional[Mapping[str, Any]] = None  # numbers of all seeds, rows of the table of `timm-ortho compare`
 
     @property
     def last_session(self) -> Mapping[str, Any]:
@@ -196,23 +186,14 @@ def _text_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class CardValues:
-    """Values of a run that a model card shows. The defaults are those of a run of timm's `train.py`.
+    """Values of a run that a model card shows. The defaults are those of a run of timm's `train.py`."""
 
-    Attributes:
-        trainer: `lab` for the lab's own loop, or `train.py`.
-        split: Name of the split or folder of the validation images. None: the option `val_split`.
-        labels: Names of the classes; empty if they are unknown.
-        made_with: Versions, machine, command, commit and device.
-        top1: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
-        comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
-    """
-
-    trainer: str = "train.py"
-    split: Optional[str] = None
-    labels: Sequence[str] = ()
-    made_with: Mapping[str, str] = field(default_factory=dict)
-    top1: Mapping[int, float] = field(default_factory=dict)
-    comparison: Sequence[Mapping[str, Any]] = ()
+    trainer: str = "train.py"  # or `lab`, the lab's own loop
+    split: Optional[str] = None  # split or folder of the validation images; None: the option `val_split`
+    labels: Sequence[str] = ()  # names of the classes, if they are known
+    made_with: Mapping[str, str] = field(default_factory=dict)  # versions, machine, command, commit and device
+    top1: Mapping[int, float] = field(default_factory=dict)  # in percent after the last epoch, by seed
+    comparison: Sequence[Mapping[str, Any]] = ()  # rows of the table of `timm-ortho compare`
 
 
 def card_values(
@@ -309,7 +290,7 @@ def check_modules(options: Mapping[str, Any], source: str) -> None:
     """Raise a UserError if options of timm's `train.py` name modules that the user has not chosen.
 
     Their code would run, and another person may have written the options. Modules of this package are imported.
-    `source` is the file or folder of the options, for the message.
+    `source` is the file or folder of the options.
     """
     modules = options.get("device_modules")
     for module in own_modules(modules):
@@ -341,10 +322,7 @@ def is_local(dataset: str) -> bool:
 def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
     """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
 
-    Args:
-        options: timm's options by name. Another person may have written them.
-        source: The file or folder of the options, for the message.
-        named: timm's options on the command line.
+    Another person may have written `options`, in the file or folder `source`. `named` are those of the command line.
     """
     class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
     if class_map and not str(class_map).lower().endswith(".txt"):
@@ -365,25 +343,14 @@ def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, A
 
 # ------------------------------------------------------------------------------------------- the run
 class Run:
-    """Options and metrics of a run. Subclasses read these values from files.
+    """Options and metrics of a run. Subclasses read these values from files."""
 
-    Attributes:
-        options: timm's options.
-        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. A run
-            that changes its connection has two stages; the list contains only the epochs of the checkpoint's stage.
-        card: The values in `run.json`.
-        epoch: Epoch at whose end the weights were saved, or the epoch in which `in_mid_epoch` weights were saved; None
-            without weights.
-        in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
-        ema: Whether the weights are the EMA weights.
-    """
-
-    options: Mapping[str, Any]
-    history: list[dict]
+    options: Mapping[str, Any]  # timm's
+    history: list[dict]  # of the checkpoint's stage: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, ...
     card: CardValues
-    epoch: Optional[int]
-    in_mid_epoch: bool = False
-    ema: bool
+    epoch: Optional[int]  # at whose end the weights were saved, or in which `in_mid_epoch` weights were saved
+    in_mid_epoch: bool = False  # whether the weights were saved before its end (`--recovery-interval` of `train.py`)
+    ema: bool  # whether the weights are the EMA weights
 
     @property
     def evaluates_ema(self) -> bool:
@@ -408,26 +375,13 @@ class Run:
             return False
         return self.epoch != self.history[-1]["epoch"]
 
-    @property
-    def top1_mean(self) -> Optional[float]:
-        return fmean(self.card.top1.values()) if self.card.top1 else None
-
-    @property
-    def top1_std(self) -> Optional[float]:
-        """Sample standard deviation over seeds; None for fewer than two seeds."""
-        return stdev(self.card.top1.values()) if len(self.card.top1) > 1 else None
-
 
 class CheckpointRun(Run):
-    """A run with its weights.
+    """A run with its weights, `state_dict`, from a checkpoint, `path`.
 
     Args:
         path: A checkpoint, or the folder of one run. In a folder, the last checkpoint is read, or else the best.
         ema: Whether to use the EMA weights.
-
-    Attributes:
-        path: The checkpoint.
-        state_dict: The weights.
 
     Raises:
         RunError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
@@ -443,7 +397,9 @@ class CheckpointRun(Run):
         self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
-        self.state_dict = _weights(checkpoint, ema, self.path)
+        if ema and not checkpoint.get("state_dict_ema"):
+            raise RunError(f"{self.path} has no EMA weights: use its plain weights, or train with --model-ema")
+        self.state_dict = clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
         self.history = read_history(folder, finished=True)
 
@@ -452,14 +408,9 @@ class CheckpointRun(Run):
 def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
     """Build a run's model as timm's train.py does, and load the run's weights.
 
-    Args:
-        run: A run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`.
-        name: Another model for these weights, such as a variant with another connection.
-        overrides: Arguments of the model that replace the run's arguments.
-
-    Raises:
-        RunError: The model cannot be built, or the weights do not fit it.
-        UserError: The model cannot be built, and the options name modules, see :func:`check_modules`.
+    `name` selects another model for these weights, such as a variant with another connection, and `overrides` replace
+    the arguments of the run's model. A model that cannot be built, or does not fit the weights, raises a RunError, or
+    a UserError if the options name modules, see :func:`check_modules`.
     """
     options = run.options
     kwargs = dict(options.get("model_kwargs") or {})
@@ -554,12 +505,6 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
                          f"model; {BY_HAND}")
     return options
-
-
-def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
-    if ema and not checkpoint.get("state_dict_ema"):
-        raise RunError(f"{path} has no EMA weights: use its plain weights, or train with --model-ema")
-    return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 
 # ------------------------------------------------------------------------------------------ provenance

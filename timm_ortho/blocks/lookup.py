@@ -21,9 +21,8 @@ def class_name(cls: type) -> str:
 def spec_of_class(cls: type) -> Optional[BlockSpec]:
     """Return the spec of a block class; None for any other class.
 
-    A subclass has the spec of its base class, under its own name, if it inherits ``forward`` and the method with the
-    additions unchanged. If a registered class is defined again, for example in a notebook cell, the new class has no
-    spec until it is registered.
+    A subclass that inherits ``forward`` and the method with the additions has the spec of its base class. A registered
+    class that is defined again, for example in a notebook cell, has no spec until it is registered.
     """
     name = class_name(cls)
     if name in SPECS or name in NOT_RESIDUAL:

@@ -8,7 +8,6 @@ from torch import nn
 from .._bytecode import uses
 from ..routing import RoutingError, variables_of
 from . import lookup
-from .bypass import bypass_of_route
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
 from .spec import BlockSpec
@@ -19,7 +18,8 @@ def register_block(block: type, *, mask: Optional[str] = None, bypass: bool = Fa
 
     A residual block adds the output of its branch to the stream, the tensor that the block receives and returns. After
     the registration, ``connect`` replaces this addition in instances of the class by a connection. The class itself
-    stays unchanged. A subclass needs its own registration only if it overrides ``forward`` or ``method``.
+    stays unchanged, and is returned. A subclass needs its own registration only if it overrides ``forward`` or
+    ``method``.
 
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
@@ -29,9 +29,6 @@ def register_block(block: type, *, mask: Optional[str] = None, bypass: bool = Fa
             training. These calls do not use the connections.
         fields: Other fields of :class:`timm_ortho.blocks.BlockSpec`: ``stream`` and ``kinds``, and if necessary
             ``dim``, ``width``, ``keep``, ``method``, ``causal``, ``text`` and ``sides_differ``.
-
-    Returns:
-        The class.
 
     Raises:
         TypeError: ``block`` is not a module class, or a field is unknown or missing.
@@ -101,7 +98,7 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
     if spec.method != "forward" and not uses(block, spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    when = bypass_of_route(route(block, spec))
+    when = route(block, spec).bypass
     if when:
         raise RoutingError(f"{spec.name}: {spec.method} bypasses an addition if {when}: write each residual addition "
                            f"as x + f, {meant}")

@@ -22,8 +22,7 @@ from .spec import BlockSpec
 def written_class(module: nn.Module) -> type:
     """Return the class of a module before ``fully_shard`` or a parametrization replaced it by a subclass.
 
-    Classes of torch that inherit ``forward`` are skipped. This also affects some layers: for a ``BatchNorm2d`` the
-    result is its base ``_BatchNorm``.
+    Classes of torch that inherit ``forward`` are skipped, also layers such as ``BatchNorm2d``.
     """
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
@@ -100,14 +99,7 @@ def _unpickled(host: Any, kinds: Tuple[str, ...], method: str, source: str, name
 
 
 def route(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> Route:
-    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds.
-
-    Example:
-        >>> host = timm.models.vision_transformer.Block
-        >>> found = route(host, lookup.spec_of_class(host))
-        >>> found.reached(host(8, 2)), found.next_norms
-        (('attention', 'mlp'), {'attention': 'norm2'})
-    """
+    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
     name = spec.method if hasattr(host, spec.method) else "forward"
     return _route(host, spec, tuple(spec.sites) if kinds is None else kinds, name, getattr(host, name))
 

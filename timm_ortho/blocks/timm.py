@@ -5,9 +5,6 @@ input of the block, or the output of the block's shortcut. The branch output inc
 path. An activation or a norm may follow the sum. In the global scope, a connection has one projection per sample, over
 all axes but the first. Special cases:
 
-  * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at initialization.
-    The connections work as usual, because the projection is linear in the branch output and ``eps`` is added only to
-    the square of the stream.
   * Class and register tokens count as tokens. Padding does not count.
   * Some models split the stream of a sample into pieces, which they stack along the batch axis. In ``mobilevit`` a
     piece has the pixels with the same position inside their patch; in ``tnt`` a piece of the pixel stream has the

@@ -112,15 +112,8 @@ def _measuring(measured: "_Pass") -> Iterator[None]:
 def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> List[SiteDynamics]:
     """Run ``model`` once in evaluation mode and measure every site.
 
-    The hooks are removed afterwards, training modes are restored, and no random number is drawn.
-
-    Args:
-        model: Any model with connections.
-        images: One batch on the model's device, ``[B, C, H, W]``.
-        sites: The model's sites, from :func:`timm_ortho.sites`.
-
-    Returns:
-        One entry for each site, in the order of ``sites``; NaN for sites that the forward pass does not reach.
+    The hooks are removed afterwards, training modes are restored, and no random number is drawn. Images are
+    ``[B, C, H, W]`` on the model's device. Sites that the forward pass does not reach are NaN.
 
     >>> model = timm.create_model("vit_test_ortho")
     >>> measured = record_dynamics(model, torch.randn(2, 3, 8, 8), timm_ortho.sites(model))
@@ -136,7 +129,13 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore each module's mode at the end."""
+    """Switch to evaluation mode, and restore each module's mode at the end.
+
+    >>> model = nn.Dropout()
+    >>> with evaluation(model):
+    ...     model.training
+    False
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -158,10 +157,8 @@ class Recorder:
     | --- | --- |
     | ``step`` | number of training passes before this pass |
     | ``layer``, ``kind``, ``name`` | fields of the :class:`timm_ortho.Site` |
-    | ``stream``, ``parallel``, ``orthogonal``, ``cosine``, ``s``, ``s_added`` | defined in the module docstring |
-    | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` divided by ``stream`` |
+    | ``stream``, ``parallel``, ... | defined in the module docstring; ``_share`` is a part divided by ``stream`` |
     | ``rho``, ``theta`` | learned values of a hybrid connection after clamping; None for other connections |
-    | ``cosines`` | list with the cosine of each group; only for connections with groups of channels |
 
     Training stays bit-identical: no random number is drawn, outputs and gradients do not change, and the same kernels
     run. Sites have hooks only during a recorded pass, so the recomputation of activation checkpointing is not recorded.

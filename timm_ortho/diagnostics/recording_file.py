@@ -2,10 +2,8 @@
 
 Variants are the models that this package registers, such as ``vit_base_patch16_224_ortho``. If a variant is created
 with ``TIMM_ORTHO_RECORD=FILE.jsonl`` in the environment, every 50th of its training passes is recorded.
-``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
-timm's ``train.py``. Recording is not a model argument, because model arguments are saved with the model, and loading
-the model would then start a recording. timm's own models are not recorded. To record a baseline, create the variant
-with ``--model-kwargs connection=linear``.
+``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts such as timm's ``train.py``. Recording
+is not a model argument, because loading a saved model would then start a recording. timm's own models are not recorded.
 
 Each line is one row. In distributed training, only the first process writes rows, for its share of the batch. Rows are
 appended to an existing file. Their step numbers continue with the next multiple of the interval. If a run
@@ -29,11 +27,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def record_if_requested(model: ModelT) -> ModelT:
-    """Record a model with connections if the environment requests it, and return the model.
-
-    Raises:
-        ValueError: The file cannot be used, or the interval is not a positive integer. The message is one line.
-    """
+    """Record a model with connections if the environment requests it, and return the model."""
     if not os.environ.get(FILE):
         return model
     every = os.environ.get(EVERY) or "50"

@@ -1,12 +1,13 @@
 """Write model cards from `template.md` with huggingface_hub's card classes.
 
-A row of the results is one function with the decorator `result`. All values come from files, which `Run` reads.
+`_results` yields the rows of the results, `_facts` those of the model. The template has all sentences.
 """
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from statistics import fmean, stdev
+from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -48,33 +49,19 @@ _PATHS = frozenset(
 
 @dataclass(frozen=True)
 class Subject:
-    """The weights that a card describes. The metrics are in :class:`Run`.
+    """The weights that a card describes. The metrics are in :class:`Run`."""
 
-    Attributes:
-        title: The heading. Without `repo_id`, it is also the name of the weights, such as `vit_test_ortho.digits`.
-        config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes).
-        parameters: Number of parameters.
-        repo_id: Repository of the weights on the Hub; None for weights that are not on the Hub.
-        revision: Revision in that repository; None for main.
-        license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
-        base_model: Repository of the weights that training started with.
-        about: Markdown below the summary, for example on the origin of the weights.
-        limits: Sentences for the section "Limits", before the sentences of `model_card`.
-        dataset: A key of `DATASETS`, if there is no run.
-        imports: Lines of code after `import timm_ortho` that register the author's classes.
-    """
-
-    title: str
-    config: Mapping[str, Any]
+    title: str  # heading; without `repo_id` also the name of the weights, such as `vit_test_ortho.digits`
+    config: Mapping[str, Any]  # content of `config.json`: architecture, model_args, pretrained_cfg, num_classes
     parameters: int
-    repo_id: Optional[str] = None
-    revision: Optional[str] = None
-    license: Optional[str] = None
-    base_model: Optional[str] = None
-    about: str = ""
-    limits: Sequence[str] = ()
-    dataset: Optional[str] = None
-    imports: Sequence[str] = ()
+    repo_id: Optional[str] = None  # repository of the weights on the Hub, if they are there
+    revision: Optional[str] = None  # None for main
+    license: Optional[str] = None  # identifier of the Hub (`apache-2.0`), if the owner chose one
+    base_model: Optional[str] = None  # repository of the weights that training started with
+    about: str = ""  # Markdown below the summary, for example on the origin of the weights
+    limits: Sequence[str] = ()  # sentences for the section "Limits", before those of the template
+    dataset: Optional[str] = None  # key of `DATASETS`, if there is no run
+    imports: Sequence[str] = ()  # code after `import timm_ortho` that registers the author's classes
 
     @property
     def load(self) -> str:
@@ -95,10 +82,8 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
     >>> card.data.license
     'apache-2.0'
 
-    Args:
-        subject: What the card describes.
-        run: Source of the metrics. Without a run the card states that nothing was measured.
-        curve: Path of the training curve relative to the card, see `draw_curve`.
+    Without a `run`, the source of the metrics, the card states that nothing was measured. `curve` is the path of the
+    training curve relative to the card.
     """
     registered = subject.config["architecture"] if subject.connection else None
     values = run.card if run else CardValues()
@@ -116,7 +101,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         data=_dataset(subject, run)[0],
         train_data=_images(subject, run, "train_num_samples"),
         dataset=_images(subject, run, "val_num_samples"),
-        results=_results(run),
+        results=list(_results(run)) if run else [],
         comparison=[_compared(row) for row in values.comparison],
         curve=curve,
         recipe=list(_recipe(without_folders(run.options))) if run else [],
@@ -155,63 +140,24 @@ class Row(NamedTuple):
     args: Optional[Mapping[str, Any]] = None
 
 
-RESULTS: list[Callable[[Run], Optional[Row]]] = []
-
-
-def result(row: Callable[[Run], Optional[Row]]) -> Callable[[Run], Optional[Row]]:
-    """Add a function to the rows of the results. It returns None for a run without this result."""
-    RESULTS.append(row)
-    return row
-
-
-def _results(run: Optional[Run]) -> list[Row]:
-    rows = [row(run) for row in RESULTS] if run else []
-    return [row for row in rows if row is not None]
-
-
-@result
-def _top1(run: Run) -> Optional[Row]:
-    return _percent(run, "eval_top1", "top-1 of these weights, %")
-
-
-@result
-def _top5(run: Run) -> Optional[Row]:
-    return _percent(run, "eval_top5", "top-5 of these weights, %")
-
-
-@result
-def _loss(run: Run) -> Optional[Row]:
-    loss = (run.evaluated or {}).get("eval_loss")
-    return Row("loss of these weights", f"{loss:.4f}") if finite(loss) else None
-
-
-@result
-def _top1_of_seeds(run: Run) -> Optional[Row]:
-    if not run.card.top1:
-        return None
-    name, std = f"{_final_top1(run)}, mean over seeds, %", run.top1_std
-    if std is None:
-        return Row(name, f"{run.top1_mean:.2f}")
-    args = {"std": round(std, 4), "seeds": list(run.card.top1)}
-    return Row(name, f"{run.top1_mean:.2f} ± {std:.2f} (standard deviation)", run.top1_mean, args)
-
-
-@result
-def _top1_by_seed(run: Run) -> Optional[Row]:
-    by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.card.top1.items())
-    return Row(f"{_final_top1(run)}, by seed, %", by_seed) if by_seed else None
-
-
-def _percent(run: Run, key: str, name: str) -> Optional[Row]:
-    value = (run.evaluated or {}).get(key)
-    return Row(name, f"{value:.2f}", value) if finite(value) else None
-
-
-def _final_top1(run: Run) -> str:
-    """Return the name of the top-1 after the last epoch, with the evaluated weights if the card describes others."""
-    if run.ema == run.evaluates_ema:
-        return "top-1 after the last epoch"
-    return f"top-1 of the {'EMA' if run.evaluates_ema else 'plain'} weights after the last epoch"
+def _results(run: Run) -> Iterator[Row]:
+    """Yield the results of the card's weights, and of all seeds after the last epoch."""
+    measured = run.evaluated or {}
+    for key in ("top1", "top5"):
+        value = measured.get(f"eval_{key}")
+        if finite(value):
+            yield Row(f"top-{key[3:]} of these weights, %", f"{value:.2f}", value)
+    if finite(measured.get("eval_loss")):
+        yield Row("loss of these weights", f"{measured['eval_loss']:.4f}")
+    by_seed = run.card.top1
+    weights = "" if run.ema == run.evaluates_ema else f" of the {'EMA' if run.evaluates_ema else 'plain'} weights"
+    if by_seed:
+        name, mean = f"top-1{weights} after the last epoch, mean over seeds, %", fmean(by_seed.values())
+        yield Row(name, f"{mean:.2f}") if len(by_seed) < 2 else Row(
+            name, f"{mean:.2f} ± {stdev(by_seed.values()):.2f} (standard deviation)", mean,
+            {"std": round(stdev(by_seed.values()), 4), "seeds": list(by_seed)})
+        yield Row(f"top-1{weights} after the last epoch, by seed, %",
+                  ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in by_seed.items()))
 
 
 # ---------------------------------------------------------------------------------------------- metadata
@@ -226,7 +172,7 @@ def _metadata(subject: Subject, run: Optional[Run]) -> ModelCardData:
         metric_name=row.name,
         metric_value=round(row.value, 4),
         metric_args=row.args,
-    ) for row in _results(run) if row.value is not None]
+    ) for row in (_results(run) if run else ()) if row.value is not None]
     is_ours = subject.connection != "linear" and declared(subject.connection, "card_text")
     method = ["orthogonal-residual"] if is_ours else []
     return ModelCardData(

@@ -1,8 +1,9 @@
 """Build and register variants: replace the residual additions of timm's model, then check and load its weights."""
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 from timm.models import (
     PretrainedCfg,
@@ -34,10 +35,6 @@ def create(
         entry: Builds the model. Called with a replacement of ``build_model_with_cfg`` and the arguments of timm's entry
             points.
         pretrained, pretrained_cfg, kwargs: Arguments of ``timm.create_model``.
-
-    Raises:
-        ValueError: A value is wrong, or an argument that begins with ``connection`` or ``skip_`` is unknown.
-        WeightsError: The weights cannot be downloaded or do not fit, or a config.json is wrong.
     """
     stored = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
     of_file = kwargs.pop("pretrained_model_args", None)
@@ -134,12 +131,24 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
     setattr(home, name, register_model(entry))
 
 
-def register_own(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
+Architecture = Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str, Any]]  # class, configuration, arguments
+
+
+def register_own(module: str, architectures: Dict[str, Architecture], options: Dict[Any, Dict[str, Any]]) -> None:
     """Register architectures that timm does not have, with every suffix.
 
-    ``make`` is called with the model's name, the architecture's name, the connection and the arguments.
+    ``options`` has the arguments of timm's ``build_model_with_cfg`` for each class.
     """
-    for base, cfg in cfgs.items():
+    for base, (model_cls, cfg, arguments) in architectures.items():
         for suffix, connection in SUFFIXES.items():
+            name = base + suffix
+            entry = partial(_build_own, model_cls, name, arguments, options[model_cls])
             doc = f"{base} with {connection} connections. Takes timm's arguments, ``connection*`` and ``skip*``."
-            register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)
+            register(module, name, partial(create, name, connection, entry), cfg, doc)
+
+
+def _build_own(
+        model_cls: Callable[..., nn.Module], name: str, arguments: Dict[str, Any], options: Dict[str, Any],
+        build: Callable[..., nn.Module], pretrained: bool = False, **kwargs) -> nn.Module:
+    # timm changes its arguments
+    return build(model_cls, name, pretrained, **deepcopy(options), **{**arguments, **kwargs})

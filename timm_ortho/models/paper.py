@@ -16,7 +16,7 @@ ResNetV2-18, and 0.0295 instead of 0.02 for the attention, the MLPs' first layer
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Dict
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d
@@ -27,7 +27,7 @@ from torch import nn
 
 from .._checks import known_name
 from ..weights.pretrained import checkpoint_filter_fn
-from .build import create, register_own
+from .build import Architecture, register_own
 
 default_cfgs: Dict[str, Any] = {}  # read by timm's registry
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # timm's registry appends the names of models
@@ -138,8 +138,7 @@ _TEST_CFG = replace(
 )
 _BASIC = dict(basic=True, bottle_ratio=1.0, channels=(64, 128, 256, 512))
 
-# name: class, configuration, arguments
-ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str, Any]]] = {
+ARCHITECTURES: Dict[str, Architecture] = {
     "vit_small": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=384, depth=6, num_heads=6)),
     "vit_base": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)),
     "vit_test": (PaperVisionTransformer, _TEST_CFG, dict(patch_size=2, embed_dim=32, depth=4, num_heads=2)),
@@ -150,18 +149,8 @@ ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str
 }
 
 
-def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
-    model_cls, _, defaults = ARCHITECTURES[base]
-
-    def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
-        if model_cls is PaperVisionTransformer:
-            features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
-            filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
-        else:
-            features, filters = dict(flatten_sequential=True), {}
-        return build(model_cls, name, pretrained, feature_cfg=features, **filters, **{**defaults, **kwargs})
-
-    return create(name, default, entry, **kwargs)
-
-
-register_own(__name__, {base: cfg for base, (_, cfg, _) in ARCHITECTURES.items()}, _create)
+register_own(__name__, ARCHITECTURES, {
+    PaperVisionTransformer: dict(
+        feature_cfg=dict(out_indices=3, feature_cls="getter"), pretrained_filter_fn=checkpoint_filter_fn),
+    CifarResNetV2: dict(feature_cfg=dict(flatten_sequential=True)),
+})

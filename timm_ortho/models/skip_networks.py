@@ -26,7 +26,7 @@ The paper does not specify the following choices:
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 from timm.layers import BatchNormAct2d, create_conv2d
@@ -34,7 +34,7 @@ from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
 from .._compat import feature_take_indices
-from .build import create, register_own
+from .build import Architecture, register_own
 from .paper import CIFAR_CFG, keep_size
 
 default_cfgs: Dict[str, Any] = {}  # read by timm's registry
@@ -112,20 +112,10 @@ _KINDS = {
     "_branch4": dict(branches=4, channels=(32, 64, 128)),
     "_depthwise": dict(branches=None, channels=(64, 128, 256)),
 }
-ARCHITECTURES: Dict[str, Dict[str, Any]] = {
-    f"skipnet_{depth}{kind}": dict(layers=((depth - 2) // 6,) * 3, **arguments)
+ARCHITECTURES: Dict[str, Architecture] = {
+    f"skipnet_{depth}{kind}": (
+        SkipNetwork, replace(CIFAR_CFG, pool_size=(8, 8)), dict(layers=((depth - 2) // 6,) * 3, **arguments))
     for kind, arguments in _KINDS.items() for depth in (20, 32, 56, 110)
 }
-
-
-def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
-    defaults = ARCHITECTURES[base]
-
-    def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
-        features = dict(flatten_sequential=True, out_indices=(0, 1, 2, 3))
-        return build(SkipNetwork, name, pretrained, feature_cfg=features, **{**defaults, **kwargs})
-
-    return create(name, default, entry, **kwargs)
-
-
-register_own(__name__, dict.fromkeys(ARCHITECTURES, replace(CIFAR_CFG, pool_size=(8, 8))), _create)
+register_own(__name__, ARCHITECTURES, {
+    SkipNetwork: dict(feature_cfg=dict(flatten_sequential=True, out_indices=(0, 1, 2, 3)))})

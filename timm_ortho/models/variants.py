@@ -72,8 +72,7 @@ def _fixed(function: FunctionType) -> FrozenSet[str]:
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
     """Return a copy of an entry point that calls ``build`` instead of ``build_model_with_cfg``, directly or indirectly.
 
-    The copy lets :func:`create` connect a model between its construction and the loading of its weights. timm's own
-    function does not change.
+    It lets :func:`create` connect a model between its construction and the loading of its weights.
     """
     namespace = dict(function.__globals__)
     for name in function.__code__.co_names:

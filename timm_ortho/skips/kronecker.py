@@ -53,8 +53,7 @@ def factors(width: int, seed: str = "") -> List[Matrix]:
     """Return matrices whose Kronecker product acts on ``width`` channels.
 
     There is one factor per prime factor of ``width``: a Hartley matrix or, if a seed is set, a random rotation.
-    Adjacent factors are replaced by their Kronecker product to reduce the number of matrices. ``_FUSED`` lists limits
-    for the number of rows of such a product. The lowest limit that gives the smallest number of matrices is used.
+    Adjacent factors are multiplied, up to the lowest limit of rows in ``_FUSED`` that gives the fewest matrices.
     """
     draw = random.Random(seed)  # random() draws the same numbers on every machine and in every release of Python
     made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]

@@ -19,16 +19,15 @@ orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is
 
 P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
 pass over the stream per factor. Memory bandwidth limits each pass, so adjacent factors are multiplied into matrices of
-at most 64 rows; only a larger prime factor has more. For example, 256 channels need two passes with 16 x 16 matrices
-instead of eight with 2 x 2 matrices. Autograd saves only these matrices.
+at most 64 rows: 256 channels need two passes with 16 x 16 matrices.
 
 Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
-parameters or buffers and add nothing to the state dict. They depend only on their arguments, including a seed.
+parameters or buffers. They depend only on their arguments, including a seed.
 """
 import inspect
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -87,16 +86,6 @@ def _transformed(x: Tensor, own: float, mean: float, branches: int, tensors: Lis
 
 
 # ---------------------------------------------------------------------------------------- the map as a module
-def _without_autocast(device: str) -> ContextManager:
-    """Disable autocast, which would cast a float32 stream to half precision for matrix products.
-
-    Autocast does not cast the stream for ``x + f``, so ``P x`` stays in float32 too.
-    """
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
 @torch.compiler.assume_constant_result  # compiled code contains the result as constants and guards the arguments
 def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
@@ -165,7 +154,9 @@ class Skip(nn.Module):
             raise ValueError(f"skip {self.name!r} is for {self.width} channels on axis {self.dim}, "
                              f"got a stream of shape {tuple(x.shape)}")
         is_compiled = torch.compiler.is_compiling() and not is_recorded()
-        with _without_autocast(x.device.type):
+        device = x.device.type
+        is_cast = device != "meta" and torch.is_autocast_enabled(device)  # x + f stays in float32, so P x does too
+        with torch.autocast(device, enabled=False) if is_cast else nullcontext():
             # matrices made under a functorch transform or by a tensor subclass must not be cached
             if not is_compiled and (is_recorded() or is_transformed() or not is_plain(x)):
                 return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)

@@ -3,8 +3,7 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ..._text import UserError
 from ...convert import base_name
-from ...models import skip_networks
-from ...models.paper import ARCHITECTURES
+from ...models import paper, skip_networks
 from ..paper import recipes
 from ..train_options import options_with
 from .design import Design, Variant, load
@@ -63,7 +62,7 @@ def _options_that_differ(here: Sequence[Variant], there: Sequence[Variant]) -> I
 def _options(variant: Variant) -> dict[str, Any]:
     """Return the settings to compare: architecture, arguments of the model, and timm's options of the training."""
     model = base_name(variant.options.model)
-    own = ARCHITECTURES[model][2] if model in ARCHITECTURES else skip_networks.ARCHITECTURES.get(model, {})
+    _, _, own = {**paper.ARCHITECTURES, **skip_networks.ARCHITECTURES}.get(model, (None, None, {}))
     kwargs = {key: value for key, value in variant.options.model_kwargs.items()
               if not key.startswith("connection") and key != "img_size"}  # img_size is also one of timm's options
     options = {key: value for key, value in vars(variant.options).items()
