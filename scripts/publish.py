@@ -11,7 +11,6 @@ recorded in the last epoch.
 import argparse
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -94,18 +93,13 @@ def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_of(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """Return the commit of the runs, or that of the study, or the newest commit that is older than the study."""
+    """Return the commit of the runs, or that of the study if they differ."""
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
     # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
-    commit = named.pop() if len(named) == 1 else None
-    commit = commit or study.get("versions", {}).get("commit") or commit_before(folder / "study.yaml")
+    commit = (named.pop() if len(named) == 1 else None) or study.get("versions", {}).get("commit")
+    if not commit:
+        raise SystemExit(f"the runs in {folder} have no common commit: train them in one checkout")
     return f"{commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
-
-
-def commit_before(file: Path) -> str:
-    """Return the newest commit of this branch that is older than the last change of a file."""
-    command = ["git", "rev-list", "-1", f"--before={int(file.stat().st_mtime)}", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()[:12]
 
 
 if __name__ == "__main__":
