@@ -4,9 +4,8 @@
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
-replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, each run keeps only
-its last probe (measurements on one fixed batch). Studies of more than 24 runs keep only the norms and angles that were
-recorded in the last epoch.
+replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, studies of more
+than 24 runs keep only the norms and angles that were recorded in the last epoch.
 """
 import argparse
 import json
@@ -71,16 +70,12 @@ def anonymous(text: str, folder: Path) -> str:
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
-    """Return a run with only its last probe and with `made_with` shortened by `public`.
-
-    If `many` is true, the run keeps only the records of the last epoch.
-    """
+    """Return a run with `made_with` shortened by `public` and, if `many` is true, only the last epoch's records."""
     records = run.get("dynamics") or []
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
         records = [row for row in records if row["step"] > begin]
-    made_with = public(run.get("made_with") or {})
-    return {**run, "dynamics": records, "probe": (run.get("probe") or [])[-1:], "made_with": made_with}
+    return {**run, "dynamics": records, "made_with": public(run.get("made_with") or {})}
 
 
 def public(made_with: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,9 +110,8 @@ def test_tables(operator_run):
     folder, _, out = operator_run
     lines = out.splitlines()
     assert lines[0].split()[:6] == ["shape", "layout", "scope", "dtype", "step", "candidate"]
-    triton = next(line for line in lines if line.split()[:1] == ["triton"])
+    triton = next(line for line in lines if line.split()[5:6] == ["triton"])
     assert triton.count("not measured") == 6
-    assert sum(line.startswith("2x5x16") for line in lines) == 1  # the next rows leave the repeated shape blank
     assert f"written: {folder / 'bench.csv'}\n" in out
 
 
