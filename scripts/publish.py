@@ -4,14 +4,12 @@
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
-replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, each run keeps only
-its last probe (measurements on one fixed batch). Studies of more than 24 runs keep only the norms and angles that were
-recorded in the last epoch.
+replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, studies of more
+than 24 runs keep only the norms and angles that were recorded in the last epoch.
 """
 import argparse
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -72,16 +70,12 @@ def anonymous(text: str, folder: Path) -> str:
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
-    """Return a run with only its last probe and with `made_with` shortened by `public`.
-
-    If `many` is true, the run keeps only the records of the last epoch.
-    """
+    """Return a run with `made_with` shortened by `public` and, if `many` is true, only the last epoch's records."""
     records = run.get("dynamics") or []
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
         records = [row for row in records if row["step"] > begin]
-    made_with = public(run.get("made_with") or {})
-    return {**run, "dynamics": records, "probe": (run.get("probe") or [])[-1:], "made_with": made_with}
+    return {**run, "dynamics": records, "made_with": public(run.get("made_with") or {})}
 
 
 def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,18 +88,13 @@ def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_of(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """Return the commit of the runs, or that of the study, or the newest commit that is older than the study."""
+    """Return the commit of the runs, or that of the study if they differ."""
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
     # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
-    commit = named.pop() if len(named) == 1 else None
-    commit = commit or study.get("versions", {}).get("commit") or commit_before(folder / "study.yaml")
+    commit = (named.pop() if len(named) == 1 else None) or study.get("versions", {}).get("commit")
+    if not commit:
+        raise SystemExit(f"the runs in {folder} have no common commit: train them in one checkout")
     return f"{commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
-
-
-def commit_before(file: Path) -> str:
-    """Return the newest commit of this branch that is older than the last change of a file."""
-    command = ["git", "rev-list", "-1", f"--before={int(file.stat().st_mtime)}", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()[:12]
 
 
 if __name__ == "__main__":

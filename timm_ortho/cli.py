@@ -5,7 +5,6 @@ print the usage, and exit with status 2.
 """
 import argparse
 import ast
-import importlib.util
 import json
 import os
 import runpy
@@ -17,8 +16,7 @@ from typing import Any, Mapping, Sequence
 from . import __version__
 from ._text import UserError, aligned, error_text
 
-_LAB = {
-    "matplotlib": "matplotlib", "tqdm": "tqdm", "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
+_EXTRA = ("matplotlib", "tqdm", "sklearn", "scipy", "filelock")  # modules of the extra `lab`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # for example, head closes the pipe in `timm-ortho list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA or arguments[:1] == ["run"]:
+            raise
+        print(f'timm-ortho: error: {arguments[0]} needs {error.name}: pip install "timm-ortho[lab]"', file=sys.stderr)
+        return 2
     except (UserError, OSError) as error:  # OSError: for example a full disk, or a folder without permission
         if arguments[:1] == ["run"] and type(error) is not UserError:  # an error of the script
             raise
@@ -126,7 +129,9 @@ _PASSED = ("model", "weights", "dataset", "data_dir", "epochs", "batch_size", "i
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    lab, options = _lab("compare"), {**dict(parsed.option), **_requested(parsed, _PASSED)}
+    from .lab import commands as lab
+
+    options = {**dict(parsed.option), **_requested(parsed, _PASSED)}
     if parsed.model_kwargs:
         options["model_kwargs"] = dict(parsed.model_kwargs)
     request = lab.Request(
@@ -163,7 +168,7 @@ def _add_study(commands: Any) -> None:
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the output of the study")
     report.add_argument("--open", dest="opened", action="store_true", help="open the report in the browser")
     report.set_defaults(act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
-    parser.set_defaults(call=lambda parsed: parsed.act(_lab("study"), parsed) or 0)
+    parser.set_defaults(call=_study)
 
 
 def _study_options() -> argparse.ArgumentParser:
@@ -201,6 +206,12 @@ def _study_list(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _study(parsed: argparse.Namespace) -> int:
+    from .lab import commands
+
+    return parsed.act(commands, parsed) or 0
+
+
 def _request(lab: Any, parsed: argparse.Namespace) -> Any:
     train_py = parsed.train_py
     if train_py is None and parsed.scale == "paper" and os.environ.get("TIMM_DIR"):
@@ -224,19 +235,6 @@ def _slurm(lab: Any, parsed: argparse.Namespace) -> Any:
     if parsed.launcher == "local":
         return None
     return lab.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
-
-
-def _lab(command: str) -> Any:
-    """Return the module :mod:`timm_ortho.lab.commands`."""
-    _require(command, _LAB)
-    from .lab import commands
-    return commands
-
-
-def _require(command: str, packages: Mapping[str, str]) -> None:
-    missing = sorted({package for module, package in packages.items() if importlib.util.find_spec(module) is None})
-    if missing:
-        raise UserError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
 
 
 def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -276,7 +274,6 @@ def _add_cost(commands: Any) -> None:
 
 
 def _cost(parsed: argparse.Namespace) -> int:
-    _require("cost", _LAB)
     from .lab.costs import TABLES
 
     print(TABLES[parsed.name](**({"device": parsed.device} if parsed.name == "overhead" else {})))
@@ -313,7 +310,6 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    _require("bench", {"tqdm": "tqdm"})
     from .bench import bench
     from .run_folder import environment
 
@@ -399,7 +395,6 @@ def _add_push(commands: Any) -> None:
 
 
 def _push(parsed: argparse.Namespace) -> int:
-    _require("push", {"matplotlib": "matplotlib"})
     from .hub import export, push
     from .run_folder import import_modules
 
@@ -541,10 +536,8 @@ def _show(parsed: argparse.Namespace) -> int:
     from .diagnostics import show
     from .run_folder import image_config, import_modules
 
-    if parsed.svg:
-        if parsed.svg.suffix != ".svg":
-            raise UserError(f"--svg writes SVG, so the file's name must end in .svg, not '{parsed.svg.name}'")
-        _require("show --svg", {"matplotlib": "matplotlib"})
+    if parsed.svg and parsed.svg.suffix != ".svg":
+        raise UserError(f"--svg writes SVG, so the file's name must end in .svg, not '{parsed.svg.name}'")
     try:
         import_modules(parsed.device_modules)
         model, options = _shown(parsed, dict(parsed.model_kwargs))

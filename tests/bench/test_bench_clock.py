@@ -49,11 +49,9 @@ def test_a_short_call_is_repeated_within_a_sample(ms, calls):
     assert measure(candidates("linear"), 1, FakeClock({"linear": ms}), most_calls=1)[0].once["calls"] == 1
 
 
-@pytest.mark.parametrize("error", [
-    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-])
-@pytest.mark.parametrize("when", [1, 4])
+@pytest.mark.parametrize(("error", "when"), [
+    (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), 1),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4)])
 def test_out_of_memory_becomes_a_note(clock, error, when):
     calls = []
 
@@ -62,13 +60,11 @@ def test_out_of_memory_becomes_a_note(clock, error, when):
         if len(calls) >= when:
             raise error
 
-    pair = [Candidate("linear", lambda _: None), Candidate("torch", fails)]
-    linear, failed = measure(pair, 3, clock)
+    linear, failed = measure([*candidates("linear"), Candidate("torch", fails)], 3, clock)
     assert len(linear.ms) == 3
     assert len(calls) == when  # after the error, the candidate is not called again
     assert failed.note == f"{type(error).__name__}: {' '.join(str(error).split())}"
-    row = rows({"step": "both"}, 0, [linear, failed])[1]
-    assert row["ms_p50"] is None
+    assert rows({"step": "both"}, 0, [linear, failed])[1]["ms_p50"] is None
 
 
 def test_other_errors_are_raised(clock):
@@ -125,11 +121,6 @@ def test_cuda_clock(monkeypatch):
     candidate = Candidate("torch", lambda state: log.append("run"), lambda: log.append("prepare"))
     assert clock(candidate, 2) == 4.0
     assert log == ["prepare", "flush", "flush", "event", "run", "event"] * 2 + ["synchronize"]
-
-
-def test_without_flushes_there_is_no_buffer():
-    assert Clock(torch.device("cpu"), flushes=0).buffer.nbytes == 0
-    assert Clock(torch.device("cpu"), flushes=2).buffer.nbytes == clock_module.FLUSHED_BYTES["cpu"]
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):

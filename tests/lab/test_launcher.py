@@ -102,7 +102,7 @@ def test_collected_results(tiny):
     assert [(item["cell"]["lr"], item["connection"]) for item in part.runs] == [
         (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]
     for item in part.runs:
-        assert [len(item[key]) for key in ("history", "probe", "dynamics")] == [2, 3, 4 * 4]
+        assert [len(item[key]) for key in ("history", "probe", "dynamics")] == [2, 1, 4 * 4]
         assert item["dataset"] == "digits"
     ckas = [item["representation"]["linear_cka"] for item in part.runs]
     assert (ckas[0], ckas[2]) == (None, None)  # baselines have no CKA

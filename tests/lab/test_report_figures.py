@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import scipy.stats
-from helpers.made_up_runs import DATA, STUDIES, run_of, runs_of, study_of, train_py_run
+from helpers.made_up_runs import DATA, STUDIES, run_of, runs_of, study_of
 
 from timm_ortho import CONNECTIONS
 from timm_ortho.lab.reporting import plots, published, report
@@ -121,15 +121,6 @@ def test_curves_of_runs_with_different_epochs_are_drawn_at_their_epochs():
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 3], [70.0, 81.0, 90.0])
 
 
-def test_the_axes_fit_all_epochs():
-    training = drawings(study_of("compare"), [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")])
-    axes = training[0].draw().axes
-    assert [panel.get_yscale() for panel in axes] == ["log", "linear"]
-    for panel in axes:
-        low, high = panel.get_ylim()
-        assert all(low <= value <= high for line in panel.lines for value in line.get_ydata())
-
-
 def test_loss_by_step_and_accuracy_by_epoch():
     runs = [run_of(connection, seed, batch_size=8) for connection in ("linear", "feature") for seed in (0, 1)]
     study = study_of("compare", data={**DATA, "train": 83})
@@ -231,23 +222,6 @@ def test_a_single_run_has_no_bar():
     bars = [bar for container in figure.axes[0].containers for bar in container.lines[2][0].get_segments()]
     assert bars
     assert not any(map(len, bars))
-
-
-def test_plots_for_runs_of_train_py():
-    runs = [train_py_run(connection, seed) for connection in ("linear", "feature") for seed in range(2)]
-    assert drawn(study_of("dynamics"), runs).keys() == {"training", "differences"}
-
-
-def test_a_line_has_one_setting():
-    """By default, runs with different settings get separate lines or panels."""
-    cells = [{"mixer": mixer, "where": where} for mixer in ("one", "two") for where in ("all", "none")]
-    runs = [run_of("feature", 0, cell) for cell in cells]
-    study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
-             "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
-    for metrics_of, count in (({}, 1), ({"plots": [{"training": {"by": "mixer"}}]}, 2)):
-        found = drawn({**study, "report": {**study["report"], **metrics_of}}, runs)
-        axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
-        assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count
 
 
 def test_switches_are_marked():

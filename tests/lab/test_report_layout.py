@@ -8,7 +8,7 @@ import scipy.stats
 from helpers.made_up_runs import STUDIES, accuracy, recorded, run_of, runs_of, study_of
 from helpers.reports import lines_of, results, tables_of, texts, write
 
-from timm_ortho.lab import LabError, paper
+from timm_ortho.lab import LabError
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.reporting.transition import transition_points
 
@@ -118,13 +118,6 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
 def test_bad_layouts(given, message):
     with pytest.raises(LabError, match=message):
         report.layout_of(study_of("mine", axes={"depth": [2]}, report=given))
-
-
-def test_names_of_the_papers():
-    assert paper.name("dataset", "svhn") == "SVHN"
-    assert paper.name("dataset", "fashion_mnist") == "fashion_mnist"
-    laid_out = report.layout_of(study_of("dynamics", dataset="torch/cifar10", model="vit_small_ortho"))
-    assert (laid_out.key("dataset", {"cell": {}}), laid_out.key("model", {"cell": {}})) == ("cifar10", "vit_s")
 
 
 def test_the_papers_protocol_and_the_last_epoch_are_both_shown(tmp_path):

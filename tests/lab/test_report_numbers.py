@@ -205,15 +205,3 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     told, _ = texts(tmp_path)
     assert "Diverged, with a loss that is not finite: layers = all, Orthogonal-F, seed 0; layers = 0,1" in told
     assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))
-
-
-def test_features_that_are_not_finite_are_named(tmp_path):
-    """The features of a diverged run are null in its results."""
-    study, runs = study_of("representation"), runs_of("representation")
-    for run in runs:
-        if run["connection"] == "feature":
-            run["representation"] = dict.fromkeys(run["representation"])
-    write(study, runs, [], tmp_path)
-    here = {row: line["mean"] for (row, column), line in lines_of(tmp_path).items() if column == "Orthogonal-F"}
-    assert here == dict.fromkeys(
-        ["effective rank", "spectral entropy", "feature standard deviation"], "not finite (3 runs)")

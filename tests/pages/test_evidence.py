@@ -61,11 +61,6 @@ def test_gains_of_readme():
     assert [*rows][-2] == "PoolFormer, Fashion-MNIST"
 
 
-def test_notes_of_the_page():
-    assert "lower in 36 of their 36 pairs" in evidence.notes()
-    assert "+0.50 [-0.09, +1.10] and +0.45 [-0.16, +1.06]" in evidence.notes()
-
-
 def test_a_changed_digit_in_an_archive_is_named(checkout, capsys):
     file = checkout / "model_cards" / "results" / "studies" / C1 / "study.json"
     edit(file, '"top1": 69.08', '"top1": 69.18')

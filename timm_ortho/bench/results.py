@@ -197,15 +197,8 @@ def tables(rows: Sequence[Measurement]) -> str:
 def _table(rows: Sequence[Measurement], part: str) -> str:
     table = TABLES[part]
     lines = [[str(row[cell]) if isinstance(cell, str) else cell(row) for cell in table.values()] for row in rows]
-    lines = [[header.strip() for header in table], *map(_without_repeats, [[], *lines], lines)]
-    text = aligned(lines)
+    text = aligned([list(table), *lines])
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-
-def _without_repeats(above: Sequence[str], line: Sequence[str]) -> list[str]:
-    """Return a line with its leading cells blank where they repeat the line above."""
-    repeated = next((i for i, cells in enumerate(zip(above, line, strict=False)) if cells[0] != cells[1]), len(above))
-    return ["" if i < repeated else cell for i, cell in enumerate(line)]
 
 
 def write_rows(folder: Path, rows: Sequence[Measurement]) -> None:

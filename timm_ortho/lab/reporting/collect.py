@@ -78,7 +78,7 @@ def _run(folder: Path) -> Optional[dict]:
         return None
     plan = Variant.read(folder)
     return {"representation": None, **found.result, "made_with": found.made_with, **_weights(plan.stages[-1].options),
-            "history": history(folder, plan), "probe": read_lines(folder / PROBE),
+            "history": history(folder, plan), "probe": read_lines(folder / PROBE)[-1:],
             "dynamics": read_lines(folder / RECORDS)}
 
 

@@ -58,22 +58,20 @@ class Picture:
     """A plot, drawn when its SVG is first read.
 
     Attributes:
-        name: Name of the plot's file in `folder`, without suffix.
+        name: Name of the plot's file in the report's folder `figures`, without suffix.
         caption: The text below the plot.
         alt: Description for readers who cannot see the plot.
         draw: Returns the figure.
-        folder: The plot's folder, relative to the report's folder.
     """
 
     name: str
     caption: str
     alt: str
     draw: Callable[..., Figure]
-    folder: str = "figures"
 
     @property
     def path(self) -> str:
-        return f"{self.folder}/{file_name(self.name)}.svg"
+        return f"figures/{file_name(self.name)}.svg"
 
     @cached_property
     def svg(self) -> str:

@@ -39,7 +39,7 @@ rendering in `page`. A study's `layout` lists its tables and plots. The title an
         # "epoch" counts from 0. train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss
         # has neither
         "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", ...}, ...],
-        "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch; the last is after training
+        "probe": [{"epochs_done", "sites": [...]}],    # on one batch, after training
         "dynamics": [...],                      # rows of `timm_ortho.record`
         "representation": {"effective_rank", "spectral_entropy", "feature_std",
                            "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline
