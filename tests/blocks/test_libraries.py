@@ -4,9 +4,6 @@ test_text_models.py tests the models of transformers that read only text.
 """
 import copy
 import inspect
-import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -74,7 +71,7 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
         assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
     supported = scopes(host)
     if "global" not in supported:
-        with pytest.raises(ValueError, match=r"but \S+ is a \w+, a block of a causal or language model: use"):
+        with pytest.raises(ValueError, match=r"but \S+ is a .*language model.*: use 'feature'"):
             connect(host, "global")
     for scope in supported:
         model = connect(copy.deepcopy(host), scope)
@@ -145,19 +142,6 @@ def test_each_kind_is_used_once_in_a_row():
     """A second use would overwrite the connection of the first one."""
     kinds = {spec.name: [kind for kind in spec.kinds if kind] for spec in SPECS.values()}
     assert [name for name, of in kinds.items() if len(set(of)) < len(of)] == []
-
-
-def test_unpickled_in_a_new_process(tmp_path):
-    models = [made(name) for name in ("torchvision resnet18", "transformers vit")]
-    for model, _ in models:
-        connect(model, "feature").eval()
-    (tmp_path / "models").write_bytes(pickle.dumps(models))
-    code = ("import pickle, sys, torch; import timm_ortho; torch.set_num_threads(1); "
-            "results = [model(*inputs) for model, inputs in pickle.load(open(sys.argv[1], 'rb'))]; "
-            "torch.save([y if torch.is_tensor(y) else y[0] for y in results], sys.argv[2])")
-    subprocess.run([sys.executable, "-c", code, tmp_path / "models", tmp_path / "y"], check=True)
-    expected = [output(model(*inputs)) for model, inputs in models]
-    torch.testing.assert_close(torch.load(tmp_path / "y"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("build", [

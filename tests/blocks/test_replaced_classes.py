@@ -5,9 +5,7 @@ from types import MethodType
 import pytest
 import timm
 from timm.models.vision_transformer import Block
-from torch import nn
 
-import timm_ortho
 from timm_ortho import UnsupportedModelError, connect, disconnect, hub, register_block, sites
 from timm_ortho.diagnostics import show
 
@@ -87,19 +85,6 @@ def test_a_forward_of_an_instance_that_hides_the_connections_warns(forward, warn
         assert len(sites(model)) == 8
     words = "class or forward was replaced after connect, and the new code does not call connections: Block.forward"
     assert [words in str(warning.message) for warning in caught] == [True] * warns
-
-
-def test_connections_in_an_authors_code_cause_no_warning():
-    """An author's forward may compute the attribute name of its connection, which is then not in the source."""
-    class Dynamic(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.connection_mlp, self.mlp = timm_ortho.create_connection("feature"), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return getattr(self, "connection_" + "mlp")(x, self.mlp(x))
-
-    assert len(sites(connect(nn.Sequential(Dynamic()), "feature"))) == 1
 
 
 def test_connecting_again_requires_registration_of_the_new_class(restored):

@@ -1,8 +1,4 @@
 """Test subclasses of known block classes: they are known too if they inherit the methods with the additions."""
-import copy
-import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -112,57 +108,6 @@ def test_methods_that_decide():
 def test_a_subclass_with_its_own_forward_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"not supported: test_subclasses\.Named"):
         connect(nn.Sequential(Other(8, 2), Named(8, 2)), "feature")
-
-
-@pytest.mark.parametrize("kinds", [None, "mlp"])
-def test_copies_and_pickles(kinds):
-    model = connect(nn.Sequential(Larger(8, 2), Nested(8, 2)), "global", kinds=kinds).eval()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert [*map(type, copied)] == [*map(type, model)]
-        assert torch.equal(copied(tokens()), model(tokens()))
-
-
-SCRIPT = """
-import sys, timm_ortho, torch
-from timm.models.vision_transformer import Block
-from torch import multiprocessing, nn
-
-class Larger(Block):
-    pass
-
-def work(rank, model):
-    print(len(timm_ortho.sites(model)), type(model[0]).__bases__[0] is Larger)
-
-if __name__ == "__main__":
-    if sys.argv[1] == "save":
-        model = timm_ortho.connect(nn.Sequential(Larger(8, 2)))
-        torch.save(model, sys.argv[2])
-        multiprocessing.spawn(work, (model,), nprocs=1)
-    else:
-        work(0, torch.load(sys.argv[2], weights_only=False))
-"""
-
-
-def test_a_subclass_of_a_script_is_read_in_other_processes(tmp_path):
-    script, weights = tmp_path / "script.py", tmp_path / "model.pt"
-    script.write_text(SCRIPT, encoding="utf-8")
-    for action in ("save", "load"):
-        done = subprocess.run([sys.executable, script, action, weights], capture_output=True, text=True)
-        assert done.stdout == "2 True\n", done.stderr
-
-
-def test_a_subclass_that_is_defined_again(monkeypatch):
-    """A notebook cell that runs twice defines its class twice. Only the present class can be pickled."""
-    def cell():
-        cls = type("Cell", (Block,), {"__module__": __name__})
-        monkeypatch.setattr(sys.modules[__name__], "Cell", cls, raising=False)
-        return connect(nn.Sequential(cls(8, 2)))
-
-    old, new = cell(), cell()
-    assert len(sites(old)) == len(sites(new)) == 2
-    assert type(pickle.loads(pickle.dumps(new))[0]) is type(new[0]) is not type(old[0])
-    with pytest.raises(pickle.PicklingError, match="not the same object"):
-        pickle.dumps(old)
 
 
 def test_a_registration_of_the_subclass_comes_first():

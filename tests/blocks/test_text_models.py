@@ -106,9 +106,8 @@ def test_global_is_refused(name, connection):
     assert [type(module) for module in model.modules()] == classes
 
 
-REFUSED = (r"^connection '(global|Own)' has one projection for all tokens of a sample, but \S+ is a \w+, a block of a "
-           r"causal or language model: use 'feature' or 'hybrid', or restrict layers to other blocks\. The model is "
-           r"unchanged\.$")
+REFUSED = (r"^connection '(global|Own)' has one projection for all tokens of a sample, but \S+ is a .* language model"
+           r".*: use 'feature' or 'hybrid', or restrict layers to other blocks\. The model is unchanged\.$")
 
 
 def test_the_image_encoder_of_a_vision_language_model_may_have_global():
@@ -138,7 +137,7 @@ def test_a_block_that_is_registered_as_causal(restored, causal):
     register_block(Decoder, stream="x", kinds=["mlp"], causal=causal)
     model = nn.Sequential(Decoder())
     if causal:
-        with pytest.raises(ValueError, match="0 is a Decoder, a block of a causal or language model: use 'feature'"):
+        with pytest.raises(ValueError, match=r"0 is a .*causal.*: use 'feature'"):
             connect(model, "global")
         assert type(model[0]) is Decoder
     else:
@@ -177,27 +176,6 @@ def test_gradient_checkpointing(name):
     assert len(calls) == 2  # the second call is the recomputation in the backward pass
 
 
-@pytest.mark.parametrize("first", ["connect", "adapters"])
-@pytest.mark.parametrize(("name", "targets"), [
-    ("GPT-2", ["c_attn"]), ("Llama", ["q_proj", "down_proj"]), ("BERT", ["query", "value"]), ("T5", ["q", "wo"])])
-def test_adapters_of_peft(name, targets, first):
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "GPT-2")
-    model, ids = made(name), tokens()
-    if first == "connect":
-        model = peft.get_peft_model(connect(model, "feature"), adapters)
-    else:
-        model = connect(peft.get_peft_model(model, adapters), "feature")
-    expected = len(sites(connect(made(name), "feature")))
-    assert len(sites(model)) == expected
-    assert {name.partition("lora_")[1] for name in gradients(model.base_model.model, ids)} == {"lora_"}
-    with torch.no_grad():
-        adapted = logits(model.base_model.model, ids)
-        merged = model.merge_and_unload()
-        torch.testing.assert_close(logits(merged, ids), adapted, rtol=1e-4, atol=1e-4)
-    assert len(sites(merged)) == expected
-
-
 @pytest.mark.parametrize("connection", ["feature", "hybrid"])
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5"])
 def test_saved_and_loaded(name, connection, tmp_path):
@@ -217,18 +195,6 @@ def test_saved_and_loaded(name, connection, tmp_path):
     loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     with torch.no_grad():
         assert torch.equal(logits(loaded, ids), logits(model, ids))
-
-
-@pytest.mark.parametrize("name", ["Llama", "BERT", "T5"])
-def test_linear_has_the_hidden_states_of_the_original_model(name):
-    host, model, ids = made(name), connect(made(name), "linear"), tokens()
-    arguments = dict(input_ids=ids, output_hidden_states=True)
-    if TEXT[name].task == "both":
-        arguments["decoder_input_ids"] = ids
-    states = [output.decoder_hidden_states if TEXT[name].task == "both" else output.hidden_states
-              for output in (host(**arguments), model(**arguments))]
-    assert len(states[0]) == len(states[1]) == 3
-    assert all(map(torch.equal, *states))
 
 
 @pytest.mark.slow
@@ -262,9 +228,7 @@ SMALL = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_lay
              max_position_embeddings=16, pad_token_id=0)
 UNSUPPORTED = {  # arguments of the model's config, and names of its residual blocks
     "Electra": (dict(SMALL, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
-    "Deberta": (SMALL, ["DebertaSelfOutput", "DebertaOutput"]),
     "DebertaV2": (SMALL, ["DebertaV2SelfOutput", "DebertaV2Output"]),
-    "Blip2QFormer": (dict(SMALL, encoder_hidden_size=16), ["Blip2QFormerSelfOutput", "Blip2QFormerOutput"]),
     "MPNet": (SMALL, ["MPNetAttention", "MPNetOutput"]),
     "StableLm": (SMALL, ["StableLmDecoderLayer"]),
     "Bloom": (dict(vocab_size=40, hidden_size=16, n_layer=1, n_head=2), ["BloomAttention", "BloomMLP"]),
@@ -272,15 +236,13 @@ UNSUPPORTED = {  # arguments of the model's config, and names of its residual bl
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a model that is supported"])
-def test_an_unsupported_text_model_is_refused(name, beside):
+def test_an_unsupported_text_model_is_refused(name):
     transformers = pytest.importorskip("transformers", minversion="5")
     arguments, blocks = UNSUPPORTED[name]
     supported = {spec.name.rpartition(".")[2] for spec in specs("transformers")}.intersection(blocks)
-    if supported:
-        pytest.fail(f"{', '.join(supported)}: supported now, so remove {name} from UNSUPPORTED", pytrace=False)
+    assert not supported, f"{supported} are supported now: remove {name} from UNSUPPORTED"
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**arguments))
-    model = nn.ModuleList([made("GPT-2"), model]) if beside else model
+    model = nn.ModuleList([made("GPT-2"), model])  # beside a model that is supported
     classes = [type(module) for module in model.modules()]
     with pytest.raises(UnsupportedModelError, match=f"not supported: .*{blocks[0]}") as error:
         connect(model)

@@ -19,7 +19,6 @@ from helpers.kernel_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from timm_ortho.connections import FeatureConnection
 from timm_ortho.functional import choose_backend, residual_update, use_backend
 from timm_ortho.update import backend as backends
 
@@ -48,16 +47,6 @@ def test_the_requested_backend_runs(argument, for_all, runs, learned, calls):
         with torch.no_grad():
             residual_update(x, f, parallel=a, backend=argument)
         assert calls == ({"update": 2, "gradients": 1} if by_kernels else {})
-
-
-@needs_triton
-def test_connections_use_the_backend_of_the_process(calls):
-    x, f = inputs_with_gradients()
-    with use_backend("triton"):
-        FeatureConnection()(x, f).sum().backward()
-    assert calls == {"update": 1, "gradients": 1}
-    FeatureConnection()(x, f).sum().backward()
-    assert calls == ({"update": 1, "gradients": 1} if AUTO_RUNS == "torch" else {"update": 2, "gradients": 2})
 
 
 @pytest.mark.parametrize(("variable", "answer"), [
@@ -189,9 +178,6 @@ def test_triton_is_refused_if_it_cannot_run(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with pytest.raises(RuntimeError, match=r"backend 'triton' cannot run: .* on the CPU, .* TRITON_INTERPRET=1"):
             residual_update(X, X, backend="triton")
-
-
-def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", False)
     with pytest.raises(RuntimeError, match=r"^backend 'triton' cannot run: Triton is not installed; choose 'torch'"):
         residual_update(X, X, backend="triton")

@@ -68,16 +68,6 @@ def test_modes_do_not_affect_the_backend_and_subclasses_use_torch(situation, cal
     torch.testing.assert_close(torch.Tensor(y), residual_update(x, f))
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@pytest.mark.parametrize("needed", [False, True])
-def test_export_records_the_plain_formula_for_any_backend(backend, needed):
-    x, f, _ = tensors()
-    with use_backend(backend):
-        program = torch.export.export(FeatureConnection(), (x.requires_grad_(needed), f))
-    assert "timm_ortho" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x, f), residual_update(x, f))
-
-
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_batched_gradients(backend, weights):

@@ -99,23 +99,11 @@ def test_every_site_weights_the_parallel_part(block, connection):
 
 
 def test_names_of_sites():
-    names = [(s.layer, s.kind, s.name) for s in sites(connect(build("Block"), "feature"))]
-    assert names == [
-        (0, "attention", "blocks.0.connection_attention"), (0, "mlp", "blocks.0.connection_mlp"),
-        (1, "attention", "blocks.1.connection_attention"), (1, "mlp", "blocks.1.connection_mlp"),
-    ]
+    found = [(s.layer, s.kind, s.name) for s in sites(connect(build("Block"), "feature"))]
+    assert found == [(layer, kind, f"blocks.{layer}.connection_{kind}")
+                     for layer in (0, 1) for kind in ("attention", "mlp")]
     assert {s.connection.dim for s in sites(connect(build("PreActBasic"), "global"))} == {1}
     assert sites(build("Block")) == []
-
-
-def test_masked_attention_uses_the_same_site():
-    model = connect(build("ParallelThingsBlock"), "feature")
-    block, calls = model.blocks[0].eval(), []
-    block.connection_attention.register_forward_hook(lambda *_: calls.append(1))
-    x = torch.randn(2, 5, 48)
-    everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
-    torch.testing.assert_close(block(x, attn_mask=everything), block(x))
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -131,28 +119,19 @@ def test_switching_back(block):
     assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
 
 
-def test_layers():
+def test_layers_and_kinds():
     for layers in ([1], {1}, range(1, 2), iter([1]), np.array([1]), 1, np.int64(1)):
-        model = connect(build("Block"), "feature", layers=layers)
-        classes = [type(site.connection).__name__ for site in sites(model)]
-        assert classes == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
-    assert {type(s.connection) for s in sites(connect(model, "global", layers=[]))} == {LinearConnection}
-
-
-def test_kinds():
+        assert names(connect(build("Block"), "feature", layers=layers)) == ["linear"] * 2 + ["feature"] * 2
     for kinds in ("mlp", ["mlp"], {"mlp"}, iter(["mlp"])):
         model = connect(build("Block"), "feature", kinds=kinds)
-        assert [(s.kind, s.connection.name) for s in sites(model)] == [("attention", "linear"), ("mlp", "feature")] * 2
-    connect(model, "global", kinds=["attention"], layers=[1])
-    assert [s.connection.name for s in sites(model)] == ["linear", "linear", "global", "linear"]
-    connect(model, "hybrid", kinds=[])
-    assert {s.connection.name for s in sites(model)} == {"linear"}
+        assert names(model) == ["linear", "feature"] * 2
+    assert names(connect(model, "global", kinds=["attention"], layers=[1])) == ["linear", "linear", "global", "linear"]
+    for nothing in (dict(kinds=[]), dict(layers=[])):
+        assert names(connect(model, "hybrid", **nothing)) == ["linear"] * 4
 
 
-def test_arguments_reach_the_connections():
-    model = connect(build("Block").eval(), "feature", eps=1e-3, prob=0.25)
-    assert {(s.connection.eps, s.connection.prob, s.connection.training) for s in sites(model)} == {(1e-3, 0.25, False)}
-    assert sites(connect(model, "hybrid", start="linear"))[0].connection.theta.item() > 0.7
+def names(model):
+    return [site.connection.name for site in sites(model)]
 
 
 def test_hybrid_follows_device_and_dtype():
@@ -259,15 +238,6 @@ def test_switching_keeps_parameters_and_optimizer_state():
         optimizer.step()
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert len(optimizer.state) == len(parameters)
-
-
-def test_hooks_are_kept():
-    model = build("Block")
-    calls = []
-    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    connect(model, "feature")(images())
-    assert calls == [1]
-    assert isinstance(model.blocks[0], vit.Block)
 
 
 def test_parametrized_blocks():
@@ -495,7 +465,7 @@ class WithLoss(nn.Module):
 def test_a_wrapper_that_adds_something_is_refused_and_its_part_is_connected():
     model = WithLoss()
     message = str(unchanged(model, "feature"))
-    assert "not supported: test_convert.WithLoss. If such a class belongs to another" in message
+    assert "not supported: test_convert.WithLoss. If " in message
     assert "connect the part with the blocks: timm_ortho.connect(model.encoder, ...). timm-ortho list" in message
     connect(model.encoder, "feature")
     assert next(site.name for site in sites(model)) == "encoder.blocks.0.connection_attention"
@@ -525,9 +495,3 @@ def test_the_pooling_head_is_not_a_site():
     assert type(model.attn_pool).__module__.startswith("timm.")
     assert len(sites(model)) == 4
     assert looks_residual(vit.Block)
-
-
-def test_an_attribute_skip_branches_of_another_meaning_is_ignored():
-    model = timm.create_model("vit_test_linear")
-    model.skip_branches = torch.nn.ModuleList([torch.nn.Identity()])
-    assert {site.connection.name for site in sites(connect(model, "feature"))} == {"feature"}

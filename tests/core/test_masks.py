@@ -113,9 +113,6 @@ def test_unsupported_masks_are_refused(shape, dtype, x):
                rf"\[B, N, C\]; got shape {re.escape(str(list(shape)))}, dtype {dtype}, and x of shape .*mask=''$")
     with pytest.raises(ValueError, match=message):
         real_tokens(torch.ones(shape, dtype=dtype), x)
-
-
-def test_a_mask_of_another_type_is_refused():
     with pytest.raises(ValueError, match="must be a tensor or a BlockMask, got list"):
         real_tokens([[True]], LONG)
 

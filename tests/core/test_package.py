@@ -13,9 +13,6 @@ import yaml
 
 import timm_ortho
 from timm_ortho.hub.card import CITATIONS
-from timm_ortho.lab.planning.plan import STUDY
-from timm_ortho.lab.reporting import published
-from timm_ortho.run_folder import FEATURES, LOG, PROBE, RECORDS, RUN, SWITCHED
 
 PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
@@ -116,21 +113,6 @@ def _imported(path, parts, files):
                 yield ".".join(module)
 
 
-LAB_FILES = {  # also the ending of a run's folder
-    RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES, STUDY, published.STUDY, "results.json", "report.html", "report.md",
-    "history.csv.gz", "probe.csv.gz", "records.csv.gz", "-seed"}
-
-
-def test_only_the_lab_names_its_files():
-    """The reader of runs' folders names their files too. The command line's help names some of the lab's files."""
-    named = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in LAB_FILES))
-    found = {path.relative_to(PACKAGE).parts: named.findall(path.read_text(encoding="utf-8"))
-             for path in PACKAGE.rglob("*.py")}
-    elsewhere = {path for path, names in found.items() if names and path[0] not in ("lab", "cli.py", "run_folder.py")}
-    assert elsewhere == set()
-    assert set(found["run_folder.py",]) >= {RUN, LOG, SWITCHED, PROBE, RECORDS, FEATURES}
-
-
 def of_checkout(name):
     path = PACKAGE.parent / name
     if not path.exists():
@@ -146,17 +128,6 @@ def test_one_version_and_one_citation():
         assert f"title = {{{paper['title']}}}" in re.sub(" +", " ", CITATIONS[key])
         assert all(author["family-names"] in CITATIONS[key] for author in paper["authors"])
     assert f"Paper = \"{papers[0]['url']}\"" in of_checkout("pyproject.toml")
-
-
-def test_ci_runs_the_supported_pythons():
-    listed = re.findall(r"Python :: (3\.\d+)", of_checkout("pyproject.toml"))
-    jobs = yaml.safe_load(of_checkout(".github/workflows/ci.yml"))["jobs"]
-    other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
-    own = jobs["everything"]["steps"][1]["with"]["python-version"].split()
-    assert sorted({*own, *other}, key=lambda version: int(version[2:])) == listed
-    # .ci/run tests the newest and the oldest Python. The last version in `own` is the job's default Python.
-    assert own == [listed[-1], listed[0]]
-    assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
 
 
 def dotted(text):

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
 from helpers.pickles import never_unpickled
 from helpers.tiny_study import (
@@ -25,7 +24,7 @@ from helpers.trained_runs import lab_grid, timm_run
 from timm_ortho import cli, sites
 from timm_ortho._text import UserError
 from timm_ortho.lab import commands as study
-from timm_ortho.run_folder import CheckpointRun, RunError, class_names, image_config, read_history, run_model
+from timm_ortho.run_folder import CheckpointRun, RunError, class_names, read_history, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -79,15 +78,6 @@ def test_a_run_whose_model_timm_would_download(tmp_path):
     run.options["model"] = "hf-hub:me/my-model"
     with pytest.raises(RunError, match=r"the model 'hf-hub:me/my-model' of .* is not an architecture; build the model"):
         run_model(run)
-
-
-def test_the_last_row_of_an_epoch_is_used(tmp_path):
-    folder = timm_run(tmp_path / "run")
-    rows = (folder / "summary.csv").read_text().splitlines()
-    (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
-    run = CheckpointRun(folder)
-    assert [row["epoch"] for row in run.history] == [0, 1, 2]
-    assert run.evaluated["eval_top1"] == 31.5
 
 
 @pytest.mark.parametrize("content", ["epoch,eval_top1\n0,abc\n", "top1\n1.0\n", "epoch\n0\n\xff"])
@@ -146,8 +136,9 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     folder = timm_run(tmp_path / "run", epochs=4)
     with open(folder / "summary.csv", "a", encoding="utf-8") as file:
         file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,1,1,5,9,0.1\n1,1,1,6,9,0.1\n")
+        file.write("1,1,1,6.5,9,0.1\n")  # the last row of an epoch counts
     rows = read_history(folder)
-    assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+    assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.5)]
 
 
 @pytest.mark.parametrize("optimizer", [None, "kept"])
@@ -228,11 +219,3 @@ def test_a_damaged_run_file(copied, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(RunError, match=r"run.json cannot be read \(.*copy it again, or remove .* to train the run"):
         CheckpointRun(copied / "feature-seed0")
-
-
-def test_the_options_set_the_channels_of_a_model_whose_configuration_names_no_convolution():
-    model = timm.create_model("resnet18_ortho", in_chans=1)
-    model.pretrained_cfg = {**model.pretrained_cfg, "first_conv": None}
-    options = {"in_chans": 1, "input_size": [1, 32, 32], "mean": [0.3], "std": [0.4]}
-    config = image_config(model, options)
-    assert (config["input_size"], config["mean"], config["std"]) == ((1, 32, 32), (0.3,), (0.4,))
