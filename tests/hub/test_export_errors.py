@@ -72,8 +72,10 @@ def test_weights_of_another_model(tmp_path):
 
 def test_other_wrong_arguments(tmp_path):
     assert "there are 2 labels for 7 classes" in message(tiny(), tmp_path / "out", labels=["a", "b"])
-    for name in ("model", "me/model/x", "me/-model", "me/mo del"):
-        assert f"'{name}'" in message(tiny(), tmp_path / "out", name)
+    assert "'model' is not the name of a repository" in message(tiny(), tmp_path / "out", "model")
+    for name in ("me/model/x", "me/-model", "me/mo del"):
+        with pytest.raises(PublishError, match=f"'{name}'"):
+            hub.push(tiny(), name)
     assert "ema=True needs the path of a checkpoint" in message(tiny(), tmp_path / "out", ema=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
