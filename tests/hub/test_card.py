@@ -177,7 +177,7 @@ def test_without_a_history_there_are_no_metrics(tmp_path):
 
 
 def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")
+    monkeypatch.setattr(publish, "commit_of", lambda *_: "0123456789ab")
     folder = publish.publish(grid, tmp_path, "mine")
     kept, run = PublishedRun(folder, "feature"), CheckpointRun(grid / "feature-seed0")
     assert figures(model_card(SUBJECT, kept)) == figures(model_card(SUBJECT, run))
