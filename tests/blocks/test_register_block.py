@@ -456,7 +456,8 @@ class WrittenInAList(nn.Module):
 
 def test_connections_in_a_list_of_modules_and_with_two_attributes():
     block = WrittenInAList()
-    for change, expected in ((functools.partial(connect, connection="global"), GlobalConnection), (disconnect, LinearConnection)):
+    to_global = functools.partial(connect, connection="global")
+    for change, expected in ((to_global, GlobalConnection), (disconnect, LinearConnection)):
         change(block)
         assert [type(connection) for connection in (*block.adds, block.again)] == [expected] * 3
         assert {type(site.connection) for site in sites(block)} == {expected}
