@@ -188,7 +188,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback():
 
 
 def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, capsys):
-    """For example a full disk. A script's own error keeps its traceback."""
+    """For example a full disk."""
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
@@ -201,13 +201,3 @@ def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr("timm_ortho.lab.commands.report_on", interrupted)
     assert cli.main(["study", "report", str(tmp_path)]) == 130
-    (tmp_path / "script.py").write_text("open('/nowhere/a')")
-    with pytest.raises(FileNotFoundError, match="/nowhere/a"):
-        cli.main(["run", str(tmp_path / "script.py")])
-
-
-@pytest.mark.parametrize(("option", "near"), [("--batchsize", "; did you mean '--batch-size'?"), ("--zzz", "")])
-def test_unknown_options_name_a_similar_one(option, near, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["compare", option, "4"])
-    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {option} 4{near}\n")
