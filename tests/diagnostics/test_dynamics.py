@@ -84,10 +84,3 @@ def test_an_unused_site_is_nan():
     used, unused = record_dynamics(model := Unused(), torch.randn(2, 5), timm_ortho.sites(model))
     assert all(math.isfinite(value) for value in used[3:7])
     assert all(math.isnan(value) for value in unused[3:7])
-
-
-def test_hooks_are_removed_when_the_model_fails():
-    model = OneSite(torch.randn(1, 5))
-    with pytest.raises(ValueError, match="same shape"):
-        record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))
-    assert not model.connection_mlp._forward_hooks

@@ -3,8 +3,6 @@ import contextlib
 import copy
 import math
 import pickle
-import statistics
-import time
 import warnings
 
 import numpy as np
@@ -79,15 +77,14 @@ def test_known_angle():
 
 
 def test_shares_are_ratios_of_averages():
-    # The stream's second token is zero, like the initial class token of the paper's ViTs. The shares of this token
-    # alone would be infinite, because the squared norm of the stream is their denominator.
+    # The stream's second token is zero, like the initial class token of the paper's ViTs. The share of this token alone
+    # would be infinite.
     model = OneSite(torch.tensor([[4.0, 3.0], [1.0, 1.0]]))
     recorder = timm_ortho.record(model)
     model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     row, = recorder.rows
     assert (row["stream"], row["orthogonal"]) == pytest.approx((9 / 2, (9 + 2) / 2), rel=1e-5)
-    assert row["parallel_share"] == pytest.approx(16 / 9, rel=1e-5)
-    assert row["orthogonal_share"] == pytest.approx((9 + 2) / 9, rel=1e-5)
+    assert (row["parallel_share"], row["orthogonal_share"]) == pytest.approx((16 / 9, (9 + 2) / 9), rel=1e-5)
 
 
 def test_two_calls_of_a_connection_are_averaged():
@@ -190,24 +187,10 @@ def test_passes_inside_transforms_are_not_recorded(transform):
 def test_a_sink_gets_the_rows_of_each_recorded_pass():
     model, calls = vit(), []
     recorder = timm_ortho.record(model, every=2, sink=calls.append)
+    recorder.step = 2  # as after an earlier recorder
     train(model, 4)
-    assert [[row["step"] for row in rows] for rows in calls] == [[0] * 4, [2] * 4]
+    assert [[row["step"] for row in rows] for rows in calls] == [[2] * 4, [4] * 4]
     assert recorder.rows == []
-
-
-def test_a_second_recorder_continues_the_count():
-    model = vit()
-    whole = timm_ortho.record(model, every=3)
-    train(model, 10)
-    model = vit()
-    with timm_ortho.record(model, every=3) as first:
-        train(model, 5)
-        rows = list(first.rows)
-    second = timm_ortho.record(model, every=3)
-    second.step = first.step
-    train(model, 5, start=5)
-    assert second.step == whole.step == 10
-    same_rows(rows + second.rows, whole.rows)
 
 
 def test_follows_a_switch_of_the_connection():
@@ -229,41 +212,22 @@ def test_invalid_arguments():
     assert timm_ortho.record(vit(), every=np.int64(2)).every == 2
 
 
-def test_a_connection_that_returns_a_tuple():
-    class Two(timm_ortho.Connection):
-        def forward(self, x, f, attn_mask=None):
-            return x + f, f
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_ends_early_leaves_no_hook_and_no_row(error):
+    def interrupt(*_):
+        raise error
 
-    model = timm_ortho.connect(timm.create_model("test_vit"), Two)
-    timm_ortho.record(model, every=1)
-    with pytest.raises(TypeError, match=r"^connection 'Two' returns a tuple: only a tensor can be measured$"):
-        model(images())
-
-
-def test_a_pass_that_fails_leaves_no_hook_and_no_row():
-    model = vit()
-    recorder = timm_ortho.record(model, every=1)
-    model.blocks[1].mlp.fc1 = nn.Linear(7, 7)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        model(images())
-    assert recorder.rows == []
-    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
-
-
-def test_an_interrupted_pass_leaves_no_rows():
     model = vit()
     recorder = timm_ortho.record(model, every=2)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     handle = model.blocks[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         model(images())
+    assert recorder.rows == []
     handle.remove()
     for _ in range(2):
         model(images())
     assert [row["step"] for row in recorder.rows] == [2] * 4
+    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
 
 
 # ------------------------------------------------------------------------------------------- effects on training
@@ -323,30 +287,6 @@ def test_kernels_that_compute_the_norm_too_are_recorded(checkpointing, monkeypat
             {key: other[key] for key in COLUMNS[4:10]}, rel=1e-4, abs=1e-5)
 
 
-def test_sites_have_hooks_only_during_a_recorded_pass():
-    model = vit()
-    timm_ortho.record(model, every=2)
-    hooked = []
-    model.norm.register_forward_hook(lambda *_: hooked.append(
-        [len(site.connection._forward_hooks) for site in timm_ortho.sites(model)]))
-    train(model, 3)
-    assert hooked == [[1] * 4, [0] * 4, [1] * 4]
-    assert not any(site.connection._forward_hooks for site in timm_ortho.sites(model))
-
-
-def test_a_recorded_step_is_cheap_enough():
-    """A recorded step takes at most 3.5 times a plain step. Recording every 50th step therefore costs at most 5 %."""
-    seconds = {"plain": [], "recorded": []}
-    models = {"plain": vit(depth=4, embed_dim=64), "recorded": vit(depth=4, embed_dim=64)}
-    timm_ortho.record(models["recorded"], every=1)
-    for _ in range(7):
-        for name, model in models.items():
-            began = time.process_time()
-            train(model, 1)
-            seconds[name].append(time.process_time() - began)
-    assert statistics.median(seconds["recorded"]) < 3.5 * statistics.median(seconds["plain"])
-
-
 def test_values_are_read_once_per_recorded_pass(monkeypatch):
     """Reading a tensor's value waits for the GPU. All values of a pass are therefore read in one transfer."""
     model, reads = vit("hybrid"), []
@@ -357,26 +297,9 @@ def test_values_are_read_once_per_recorded_pass(monkeypatch):
     for _ in range(3):
         model(images())
     assert reads == []
+    assert not any(means.requires_grad for one in recorder._unread for calls in one.means.values() for means in calls)
     assert len(recorder.rows) == 12
     assert reads == ["tolist"] * 3
-
-
-def test_no_graph_is_kept():
-    model = vit("hybrid")
-    recorder = timm_ortho.record(model)
-    model(images())
-    (one,) = recorder._unread
-    assert len(one.means) == len(timm_ortho.sites(model))
-    assert not any(means.requires_grad for calls in one.means.values() for means in calls)
-
-
-def test_gradient_accumulation_counts_passes():
-    model = vit()
-    recorder = timm_ortho.record(model, every=2)
-    for half in images(count=8).split(4):
-        model(half).sum().backward()
-    assert recorder.step == 2
-    assert {row["step"] for row in recorder.rows} == {0}
 
 
 # ------------------------------------------------------------------------- copies, wrappers and compilers
@@ -415,11 +338,8 @@ def test_distributed_data_parallel(tmp_path, which):
 
 
 @pytest.mark.parametrize(("make", "order"), [
-    (lambda: vit(drop_path_rate=0.4), "recorded, then compiled"),
-    *(pytest.param(make, order, marks=pytest.mark.slow) for make, order in (
-        (lambda: vit(drop_path_rate=0.4), "compiled, then recorded"), (resnet, "recorded, then compiled"),
-        (resnet, "compiled, then recorded"), (lambda: vit(drop_path_rate=0.4), "compiled in place"))),
-    (resnet, "compiled in place"),
+    (lambda: vit(drop_path_rate=0.4), "recorded, then compiled"), (resnet, "compiled in place"),
+    pytest.param(resnet, "compiled, then recorded", marks=pytest.mark.slow),
 ])
 def test_compiled_models_are_measured_in_eager_mode(order, make):
     torch.compiler.reset()

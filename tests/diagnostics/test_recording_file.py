@@ -94,17 +94,9 @@ def test_an_existing_file_is_appended_to(recording_path):
         model = small_vit()
         for _ in range(4):
             model(images())
-    assert steps(recording_path) == [0, 2, 4, 6]
-    assert [row["step"] for row in read(recording_path)] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4
-
-
-def test_an_incomplete_last_line_is_removed(recording_path):
+        recording_path.write_bytes(recording_path.read_bytes() + b'{"step": 2, "la')  # a killed process
     small_vit()(images())
-    whole = recording_path.read_bytes()
-    recording_path.write_bytes(whole + b'{"step": 2, "la')
-    small_vit()(images())
-    assert recording_path.read_bytes().startswith(whole + b'{"step": 2, "layer"')
-    assert len(read(recording_path)) == 8
+    assert [row["step"] for row in read(recording_path)] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
 
 
 def test_nan_becomes_null(recording_path):

@@ -65,19 +65,16 @@ def test_every_source_that_push_accepts(run, tmp_path, capsys):
     assert capsys.readouterr().out != tables[0]
 
 
-def test_weights_of_a_run_with_another_connection(run, capsys):
+def test_a_run_with_another_connection_and_a_folder_of_runs(run, tmp_path, capsys):
     assert cli.main(["show", "vit_small_linear", "--checkpoint", str(run / "last.pth.tar")]) == 0
     assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
-
-
-def test_a_run_of_the_lab_with_its_own_connection_and_images(tmp_path, capsys):
     grid = lab_grid(tmp_path / "compared", seeds=1)
-    Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
     capsys.readouterr()
-    assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
-    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
     assert cli.main(["show", str(grid)]) == 2
     assert "contains 2 runs: pass one of them" in capsys.readouterr().err
+    Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
+    assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
+    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
 
 
 def test_a_damaged_checkpoint(tmp_path, capsys):
@@ -95,17 +92,12 @@ def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys):
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file]) == 0
     assert capsys.readouterr().out == show.as_text(show.measured_sites(model, show.batch(model))) + "\n"
     assert cli.main(["show", file]) == 2
-    assert f"the model of {file} is unknown: the file contains no arguments" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"the model of {file} is unknown: the file contains no arguments" in error
+    assert f"timm-ortho show MODEL --checkpoint {file}" in error
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file, "--ema"]) == 2
     expected = f"--ema needs a checkpoint with the options of its run, and {file} has none: omit --ema"
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("cosine", "bar"), [
-    (0.0, "          |          "), (-0.3, "       ===|          "), (1.0, "          |=========="),
-    (-1.2, "==========|          "), (float("nan"), "          |          ")])
-def test_bar(cosine, bar):
-    assert show._bar(cosine) == bar
 
 
 def test_an_image_and_a_plot(tmp_path, capsys):
@@ -119,6 +111,9 @@ def test_an_image_and_a_plot(tmp_path, capsys):
     assert rows(capsys) != of_image
     text = "".join(ElementTree.parse(tmp_path / "sites.svg").getroot().itertext())
     assert "vit_small_orthog" in text
+    model = timm.create_model("vit_test_ortho")
+    show.as_svg(show.measured_sites(model, show.batch(model)), tmp_path / "a.svg", "runs/$\\frac$_1")
+    assert "runs/$\\frac$_1" in "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
 
 
 def test_a_grey_image_of_16_bits(tmp_path, capsys):
@@ -127,12 +122,6 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
     assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in capsys.readouterr().err
-
-
-def test_a_path_with_dollar_signs_is_the_title_of_a_plot(tmp_path):
-    model = timm.create_model("vit_test_ortho")
-    show.as_svg(show.measured_sites(model, show.batch(model)), tmp_path / "a.svg", "runs/$\\frac$_1")
-    assert "runs/$\\frac$_1" in "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
 
 
 def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
@@ -180,12 +169,6 @@ def test_number_of_sites_with_a_norm_in_the_same_kernel(connection, count):
     model = timm_ortho.connect(timm.create_model("vit_test_ortho"), connection)
     assert show.fused_norms(model) == (
         f"On a GPU, one kernel computes the update and the norm after it at {count} of 8 sites.")
-
-
-def test_weights_without_arguments_need_a_model(tmp_path, capsys):
-    torch.save(timm.create_model("vit_test_ortho").state_dict(), tmp_path / "w.pth")
-    assert cli.main(["show", str(tmp_path / "w.pth")]) == 2
-    assert f"timm-ortho show MODEL --checkpoint {tmp_path / 'w.pth'}" in capsys.readouterr().err
 
 
 def test_the_table_is_ascii_in_a_latin_1_terminal(monkeypatch):

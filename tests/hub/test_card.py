@@ -95,11 +95,14 @@ def test_unfinished_runs_have_no_numbers_on_the_card(copied):
     assert list(figures(model_card(SUBJECT, run))) == ["top-1 of these weights, %", "top-5 of these weights, %"]
 
 
-def test_without_a_run_there_are_no_metrics():
-    card = model_card(SUBJECT)
-    assert "Not measured" in section(card, "Results")
-    assert figures(card) == {}
-    assert not re.search(r"\d+\.\d+ ?%|±", section(card, "Results"))
+def test_without_a_run_or_its_history_there_are_no_metrics(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    (folder / "summary.csv").unlink()
+    cards = model_card(SUBJECT), model_card(SUBJECT, CheckpointRun(folder))
+    for card, words in zip(cards, ("Not measured", "have no metrics for the epoch of these weights"), strict=True):
+        assert words in section(card, "Results")
+        assert figures(card) == {}
+        assert not re.search(r"\d+\.\d+ ?%|±", section(card, "Results"))
 
 
 def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
@@ -113,41 +116,26 @@ def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
     assert "too optimistic" not in str(model_card(SUBJECT, CheckpointRun(folder)))
 
 
-@pytest.mark.parametrize(("options", "ema", "note"), [
-    (dict(ema=True), True, None),
-    (dict(ema=True), False, "the run evaluated its EMA weights, and these are its plain weights"),
-    (dict(ema=True, model_ema_force_cpu=True), False, None),
-    (dict(ema=True, model_ema_force_cpu=True), True,
-     "the run evaluated its plain weights, and these are its EMA weights"),
+@pytest.mark.parametrize(("options", "ema", "measured"), [  # the weights with metrics, if these are others
+    (dict(ema=True), True, None), (dict(ema=True), False, "EMA"),
+    (dict(ema=True, model_ema_force_cpu=True), False, None), (dict(ema=True, model_ema_force_cpu=True), True, "plain"),
 ])
-def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, note):
+def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, measured):
     folder = timm_run(tmp_path / "run", **options)
-    card = model_card(SUBJECT, CheckpointRun(folder, ema))
-    assert bool(figures(card)) is (note is None)
+    run = CheckpointRun(folder, ema)
+    card = model_card(SUBJECT, run)
+    assert bool(figures(card)) is (measured is None)
+    kind = "EMA" if ema else "plain"
+    note = f"Not measured on these weights: the run evaluated its {measured} weights, and these are its {kind} weights."
+    assert (note in str(card)) is (measured is not None)
     best = str(model_card(SUBJECT, CheckpointRun(folder / "model_best.pth.tar", ema)))
-    assert ("too optimistic" in best) is (note is None)  # without metrics of these weights, the card has no such note
-    assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
-
-
-@pytest.mark.parametrize(("options", "ema", "measured"), [
-    ({}, True, None), ({}, False, "EMA"), ({"model_ema_force_cpu": True}, True, "plain")])
-def test_metrics_of_other_weights_are_marked(tmp_path, options, ema, measured):
-    run = CheckpointRun(timm_run(tmp_path / "run", ema=True, **options), ema)
+    assert ("too optimistic" in best) is (measured is None)  # without metrics of these weights, there is no such note
     run.card = CardValues(top1={0: 50.0, 1: 60.0})
     card = model_card(SUBJECT, run)
     name = f"top-1 of the {measured} weights after the last epoch" if measured else "top-1 after the last epoch"
     assert figures(card)[f"{name}, mean over seeds, %"][0] == 55
-    assert section(card, "Results").count(f"| {name}, ") == 2
-    marked = f"All validation metrics on this card are of the {measured} weights." in section(card, "Results")
-    assert marked is (measured is not None)
-
-
-def test_without_a_history_there_are_no_metrics(tmp_path):
-    folder = timm_run(tmp_path / "run")
-    (folder / "summary.csv").unlink()
-    card = model_card(SUBJECT, CheckpointRun(folder))
-    assert figures(card) == {}
-    assert "the run's files have no metrics for the epoch of these weights" in str(card)
+    marked = f"All validation metrics on this card are of the {measured} weights."
+    assert (marked in section(card, "Results")) is (measured is not None)
 
 
 def test_the_card_of_a_run_of_timms_script(tmp_path):
@@ -288,13 +276,9 @@ def test_a_card_states_what_its_model_computes(monkeypatch, arguments, text):
     card = model_card(connected(**arguments))
     after_the_table = section(card, "Model").rpartition("|\n")[2]
     assert " ".join(after_the_table.split()) == text
+    described = "| transform of the stream | scaled: " in str(card)
+    assert described is ("skip" in arguments)
     assert ("orthogonal-residual" in card.data.tags) is (arguments.get("connection") in ("feature", "global", "hybrid"))
-
-
-def test_a_transform_of_the_stream_is_described():
-    text = str(model_card(connected(connection="linear", skip="idempotent_mr", skip_rank=4)))
-    assert "| transform of the stream | idempotent_mr: the mean of the branches (Idempotent-MR) |\n" in text
-    assert "| `skip_rank` | `4` |\n" in text
 
 
 def test_first_lines_warn_about_the_hubs_snippet():

@@ -1,5 +1,4 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,16 +8,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-import yaml
 from helpers.exported import VIT, config, loaded, logits, tiny
-from helpers.tiny_study import change_run
 from helpers.trained_runs import TINY, timm_run
 from safetensors.torch import load_file, save_file
 
 import timm_ortho
 from timm_ortho import cli, connections, hub
 from timm_ortho.hub import PublishError
-from timm_ortho.run_folder import read_run
 from timm_ortho.weights import checks
 
 SECRET = "hf_" + "0123456789abcdef" * 2
@@ -175,8 +171,7 @@ class Unregistered(timm_ortho.FeatureConnection):
 
 
 def test_wrappers_and_memory_formats_change_nothing(tmp_path):
-    torch.manual_seed(0)
-    model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5).eval()
+    model = created("resnetv2_18_cifar_ortho", num_classes=5)
     hub.export(model, tmp_path / "a", "me/model")
     model.to(memory_format=torch.channels_last).train()
     hub.export(torch.compile(model), tmp_path / "b", "me/model")
@@ -241,19 +236,6 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
         assert card.data.license == config(tmp_path / "out")["pretrained_cfg"].get("license") == (
             "cc-by-sa-4.0" if is_derived else None)
     assert hub.export(started, tmp_path / "out", "me/model", license="cc-by-sa-3.0").data.license == "cc-by-sa-3.0"
-
-
-def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
-    folder = shutil.copytree(grid / "linear-seed0", tmp_path / "run")
-    shutil.copytree(folder, folder / "switched")
-    options = yaml.safe_load((folder / "args.yaml").read_text())
-    options["model_kwargs"]["connection"] = "global"
-    (folder / "switched" / "args.yaml").write_text(yaml.safe_dump(options))
-    plan = read_run(folder).plan
-    change_run(folder, plan={**plan, "stages": [*plan["stages"], {**plan["stages"][0], "folder": "switched"}]})
-    for weights, connection in ((folder, "global"), (folder / "last.pth.tar", "linear")):
-        hub.export(weights, tmp_path / "out", "me/model")
-        assert config(tmp_path / "out")["model_args"]["connection"] == connection
 
 
 def test_files_contain_no_token(tmp_path, monkeypatch):
@@ -328,17 +310,6 @@ def test_a_connection_with_lazy_parameters_is_restored(tmp_path, monkeypatch):
     # The digits checkpoint can be loaded although it lacks the parameters of `lazy`.
     started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")
     timm.create_model("vit_test_linear", connection="lazy").load_state_dict(started.state_dict())
-
-
-def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):
-    hub.export(tiny(), tmp_path / "real", "me/model")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    hub.export(tiny(), tmp_path / "link", "me/other")
-    assert "me/other" in (tmp_path / "real" / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    hub.export(tiny(), Path(), "me/model")
-    assert (tmp_path / "here" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

@@ -110,23 +110,11 @@ def test_every_connection(connection):
     assert_same(together, logits_and_gradients(model, [collated([image]) for image in images()]))
 
 
-def test_padded_patches_equal_images():
-    """Images of equal size have the same outputs as their padded patches."""
-    model = naflex(global_pool="avg", reg_tokens=1)
-    batch = torch.randn(3, 3, 16, 16)
-    torch.testing.assert_close(model(collated(list(batch), 30)), model(batch.double()), rtol=1e-9, atol=1e-10)
-
-
 def test_gradient_checkpointing_with_padding():
     model = naflex(global_pool="avg")
     expected = logits_and_gradients(model, [collated(images(), 20)])
     model.set_grad_checkpointing()
     assert_same(logits_and_gradients(model, [collated(images(), 20)]), expected)
-
-
-def test_dropped_patches():
-    model = naflex(global_pool="avg", patch_drop_rate=0.5)
-    assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
 
 
 @pytest.mark.slow
@@ -236,12 +224,8 @@ class Inverted(Keeping):
         return x + self.f(x)
 
 
-class OtherName(Keeping):
-    def forward(self, x, mask_of_keys=None):
-        return x + self.f(x)
-
-
 def test_the_author_of_a_block_decides_what_its_mask_means():
+<<<<<<< HEAD
     kinds = dict(stream="x", kinds=("mlp",))
     for block, name in ((Keeping, "attn_mask"), (Inverted, "key_padding_mask"), (OtherName, "mask_of_keys")):
         with pytest.raises(ValueError, match=f"'{name}' may be an attention mask: pass mask='{name}' if True allows "):
@@ -251,20 +235,22 @@ def test_the_author_of_a_block_decides_what_its_mask_means():
     with pytest.raises(ValueError, match="'key_padding_mask' is True for padding"):
         register_block(Inverted, **kinds, mask="key_padding_mask")
     register_block(Keeping, **kinds, mask="attn_mask[:, None, None]")
+=======
+    for block, arguments, message in (
+            (Keeping, {}, "'attn_mask' may be an attention mask: pass mask='attn_mask' if True allows "),
+            (Inverted, {}, "'key_padding_mask' may be an attention mask: pass mask='key_padding_mask' if True allows "),
+            (Keeping, {"mask": "attn_msk"}, r"Keeping.forward has no argument 'attn_msk': correct mask"),
+            (Inverted, {"mask": "key_padding_mask"}, "'key_padding_mask' is True for padding")):
+        with pytest.raises(ValueError, match=message):
+            register_block(block, stream="x", kinds=("mlp",), **arguments)
+    register_block(Keeping, stream="x", kinds=("mlp",), mask="attn_mask[:, None, None]")
+>>>>>>> w5_tests
     block = connect(Keeping().double(), "global")
     for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED)):  # B = 4 and B = N
         together = block(x.double(), mask)
         for sample, length in enumerate(mask.sum(1)):
             alone = block(x[sample:sample + 1, :length].double())
             torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
-
-
-def test_recording_reads_no_mask_that_the_connection_ignores():
-    register_block(Keeping, stream="x", kinds=("mlp",), mask="attn_mask[:, None, None]")
-    block, x, mask = connect(Keeping().double(), "feature"), torch.randn(4, 8, 6).double(), torch.ones(3, 8)
-    with record(block, every=1) as recorder:
-        block(x, mask)
-    assert len(recorder.rows) == 1
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):
@@ -305,24 +291,6 @@ def test_text_towers_of_clip(transformers, attention, samples):
         # Eager attention computes its softmax in float32, whose rounding depends on the processor.
         rtol, atol = (1e-5, 1e-6) if attention == "eager" else (1e-9, 1e-10)
         torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("samples", [4, 8])
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
-def test_siglip_2(transformers, attention, samples):
-    """SigLIP 2 marks the padding of images of several shapes with an integer mask."""
-    torch.manual_seed(0)
-    config = transformers.Siglip2VisionConfig(
-        **SMALL_TRANSFORMER, num_patches=16, patch_size=2, vision_use_head=False, attn_implementation=attention)
-    model = connect(transformers.Siglip2VisionModel(config).double().eval(), "global")
-    patches, mask = torch.randn(samples, 8, 12).double(), RAGGED[:samples].int()
-    shapes = torch.stack([torch.ones(samples).long(), mask.sum(1)], 1)
-    together = model(patches, mask, shapes).last_hidden_state
-    for sample, length in enumerate(mask.sum(1)):
-        one = slice(sample, sample + 1)
-        alone = model(patches[one, :length], mask[one, :length], shapes[one]).last_hidden_state
-        # Position embeddings are interpolated in float32.
-        torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

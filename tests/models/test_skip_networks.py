@@ -38,18 +38,6 @@ def test_widths_and_branches(name, widths, groups):
     assert {m.groups for m in model.modules() if isinstance(m, nn.Conv2d)} == groups
 
 
-def test_intermediates_are_those_of_the_three_stages():
-    model, x = small("skipnet_20_ortho").eval(), torch.randn(2, 3, 16, 16)
-    whole = model.forward_intermediates(x, indices=3, intermediates_only=True)
-    assert torch.equal(whole[-1], model.forward_features(x))
-    for indices in (2, [-2, -1]):
-        last = model.forward_intermediates(x, indices=indices, intermediates_only=True)
-        assert len(last) == 2
-        assert all(map(torch.equal, last, whole[-2:]))
-    assert model.prune_intermediate_layers([-2]) == [2]
-    assert torch.equal(model.stages(model.stem(x)), whole[-2])
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_order_of_a_branch(name):
     """A branch is BN, convolution, BN, ReLU, convolution. Its convolutions have no bias. No norm follows the blocks."""

@@ -11,7 +11,7 @@ from timm.layers import GroupNorm1
 from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, model_entrypoint
 
 import timm_ortho
-from timm_ortho import connection_arguments, sites
+from timm_ortho import sites
 from timm_ortho.convert import SUFFIXES, base_name
 from timm_ortho.lab.planning.recipe import load as load_recipe
 from timm_ortho.models import coverage
@@ -173,41 +173,17 @@ def test_features_only(name):
     assert not torch.equal(orthogonal(x)[-1], host(x)[-1])
 
 
-def test_features_only_without_the_last_layers():
-    model = timm.create_model(
-        "vit_tiny_patch16_224_ortho", features_only=True, out_indices=[2], img_size=32, connection_layers=[0, 11])
-    chosen = [s.layer for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
-    assert chosen == [0, 0]
-
-
-def test_connection_arguments():
-    model = timm.create_model(
-        "test_vit_orthog", connection="feature", connection_eps=1e-4, connection_prob=0.5, connection_layers=[0, 2])
-    connections = [s.connection for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
-    assert len(connections) == 4
-    assert {(c.eps, c.prob) for c in connections} == {(1e-4, 0.5)}
-    model = timm.create_model("test_vit_ortho", connection="hybrid", connection_start="linear")
-    assert {s.connection.start for s in sites(model)} == {"linear"}
-    model = timm.create_model("test_vit_ortho", connection_layers=1)
-    assert [s.layer for s in sites(model) if s.connection.name == "feature"] == [1, 1]
-    for name in ("test_vit_ortho", "test_resnet_orthog"):  # only the ResNet keeps the branch by default
-        model = timm.create_model(name, connection_keep="branch")
-        assert {s.connection.keep for s in sites(model)} == {"branch"}
-        assert connection_arguments(model)["keep"] == "branch"
-
-
 def test_unknown_connection_argument():
     with pytest.raises(ValueError, match=r"unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"):
         timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
     with pytest.raises(TypeError):
         timm.create_model("test_vit_ortho", no_such_argument=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'embed_dims'"):
+        timm.create_model("mixer_s32_224_ortho", embed_dim=32, embed_dims=3)
 
 
-def test_entry_points_are_importable_and_documented():
-    entry = model_entrypoint("vit_base_patch16_224_ortho")
-    assert entry is timm_ortho.variants.vit_base_patch16_224_ortho
-    assert entry.__name__ == "vit_base_patch16_224_ortho"
-    assert "feature" in entry.__doc__
+def test_entry_points_are_importable():
+    assert model_entrypoint("vit_base_patch16_224_ortho") is timm_ortho.variants.vit_base_patch16_224_ortho
 
 
 # ------------------------------------------------------------------------------ the papers' own architectures
@@ -279,21 +255,17 @@ def test_weight_init():
         timm.create_model("resnetv2_18_cifar_ortho", weight_init="xavir")
 
 
-def test_the_default_weight_init_is_kaiming():
-    torch.manual_seed(0)
-    default = timm.create_model("resnetv2_18_cifar_ortho").state_dict()
-    torch.manual_seed(0)
-    kaiming = timm.create_model("resnetv2_18_cifar_ortho", weight_init="kaiming").state_dict()
-    assert all(torch.equal(default[key], kaiming[key]) for key in default)
-
-
-def test_the_suffix_only_sets_the_default_connection():
-    torch.manual_seed(0)
-    baseline = timm.create_model("vit_small_linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
-    torch.manual_seed(0)
-    control = timm.create_model("vit_small_ortho", connection="linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(baseline(x), control(x))
+@pytest.mark.parametrize(("one", "other"), [
+    (("resnetv2_18_cifar_ortho", {}), ("resnetv2_18_cifar_ortho", dict(weight_init="kaiming"))),
+    (("vit_small_linear", dict(depth=1)), ("vit_small_ortho", dict(depth=1, connection="linear"))),
+])
+def test_equal_initial_weights(one, other):
+    states = []
+    for name, arguments in (one, other):
+        torch.manual_seed(0)
+        states.append(timm.create_model(name, **arguments).state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 # All arguments of poolformer_s12 except its sizes.
@@ -318,8 +290,3 @@ def test_arguments_override_an_entry_points_sizes(name, plain, sizes, count):
     assert torch.equal(model(x), plain(x))
     assert len(sites(model)) == count
     assert model.pretrained_cfg["architecture"] == f"{name}_ortho"
-
-
-def test_unknown_arguments_are_refused_by_timm():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'embed_dims'"):
-        timm.create_model("mixer_s32_224_ortho", embed_dim=32, embed_dims=3)

@@ -5,24 +5,10 @@ import torch
 from helpers.own_block import Written
 from torch import nn
 
-from timm_ortho import HybridConnection, connect, connection_arguments, create_connection, disconnect, record, sites
+from timm_ortho import connect, connection_arguments, create_connection, disconnect, record, sites
 
 peft = pytest.importorskip("peft")
 NAMES = [f"blocks.{layer}.connection_{kind}" for layer in range(4) for kind in ("attention", "mlp")]
-
-
-class Wrapper(nn.Module):
-    """A wrapper that passes on attributes, as PEFT's does."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return self._modules["inner"] if name == "inner" else getattr(self._modules["inner"], name)
 
 
 def adapted(model, targets=("qkv",), saved=("connection_attention", "connection_mlp")):
@@ -48,16 +34,12 @@ def test_each_site_is_the_trained_copy():
         model(images)
     assert [row["name"] for row in recorder.rows] == [site.name for site in found]
     model.add_adapter("other", peft.LoraConfig(target_modules=["qkv"], modules_to_save=["connection_mlp"]))
-    assert [site.name.rpartition(".")[-1] for site in sites(model)] == ["default"] * 8
-
-
-def test_connect_names_the_wrapper():
-    model = adapted(vit()[0])
-    expected = sites(model)
+    found = sites(model)
+    assert [site.name.rpartition(".")[-1] for site in found] == ["default"] * 8
     with pytest.raises(ValueError, match="has a ModulesToSaveWrapper around its connection connection_attention: "
                                          "remove the wrapper first, for example by merge_and_unload of PEFT"):
         connect(model, "feature")
-    assert sites(model) == expected
+    assert sites(model) == found
 
 
 def test_merge_and_unload():
@@ -90,17 +72,3 @@ def test_a_block_whose_own_code_contains_the_connection():
         connect(model, "feature")
     disconnect(model).merge_and_unload()
     assert [site.connection.name for site in sites(model)] == ["linear"] * 2
-
-
-def test_any_wrapper():
-    model, images = vit()
-    expected = model.eval()(images)
-    for block in model.blocks:
-        block.connection_mlp = Wrapper(Wrapper(block.connection_mlp))
-    assert [site.name for site in sites(model)] == [
-        name + ".inner.inner" * name.endswith("mlp") for name in NAMES]
-    assert {type(site.connection) for site in sites(model)} == {HybridConnection}
-    assert torch.equal(model(images), expected)
-    with pytest.raises(ValueError, match="has a Wrapper around its connection connection_mlp"):
-        connect(model, "feature")
-    assert sites(disconnect(model)) == []

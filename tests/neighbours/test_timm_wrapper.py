@@ -23,7 +23,6 @@ MODELS = {
     "hybrid": ("vit_small_ortho", dict(VIT, connection="hybrid", connection_start="linear"), 32),
     "global in one layer": ("vit_small_orthog", dict(VIT, connection_prob=0.5, connection_layers=[1]), 32),
     "one channel": ("vit_small_ortho", dict(VIT, in_chans=1), 32),
-    "orthogonal_random": ("vit_small_ortho", dict(VIT, skip="orthogonal_random"), 32),
     "Swin's position index": ("swin_tiny_patch4_window7_224_ortho", SWIN, 56),
     "BatchNorm": ("resnetv2_18_ortho", RESNET, 64),
 }
@@ -65,16 +64,6 @@ def test_an_exported_folder_loads_with_the_same_logits(case, tmp_path):
     same(timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()(images), model(images))
 
 
-def test_model_args_are_extended_through_the_config(tmp_path):
-    model, images = trained(*MODELS["hybrid"])
-    hub.export(model, tmp_path, "me/model")
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.model_args = {**config.model_args, "drop_path_rate": 0.1}
-    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path, config=config)
-    assert loaded.timm_model.blocks[1].drop_path1.drop_prob == pytest.approx(0.1)
-    same(loaded.eval()(images).logits, model(images))
-
-
 def test_pipeline(tmp_path):
     model, _ = trained(*MODELS["BatchNorm"])
     hub.export(model, tmp_path, "me/model", labels=list("abcde"))
@@ -108,6 +97,7 @@ def test_auto_backbone_refuses_a_pushed_model(tmp_path, monkeypatch):
         transformers.AutoBackbone.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_error_without_the_import_names_the_import(tmp_path):
     model, _ = trained(*MODELS["hybrid"])
     hub.export(model, tmp_path, "me/model")

@@ -40,7 +40,7 @@ def test_gradients_through_skip_and_connection(connection):
 
 
 @pytest.mark.parametrize("skip", SKIP_NAMES)
-@pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck", "plain basic"])
+@pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck"])
 def test_every_site_of_a_model(kind, skip):
     """Each connection returns P x + f, where P has the width of the stream, and every parameter gets a gradient."""
     model = connect(tiny(kind), "linear", skip=skip)
@@ -87,15 +87,6 @@ def test_layers_select_connections_not_transforms():
     assert all(site.connection.skip is not None for site in sites(model))
 
 
-def test_connecting_without_skips_restores_the_model():
-    model, x = connect(tiny("vit"), "linear"), images()
-    keys, expected = list(model.state_dict()), model(x)
-    connect(model, "feature", skip="orthogonal_random")
-    assert list(model.state_dict()) == keys
-    assert not torch.allclose(model(x), expected)
-    assert torch.equal(connect(model, "linear")(x), expected)
-
-
 def test_bad_arguments_leave_the_model_as_it_was():
     model = connect(tiny("basic"), "global", skip="orthogonal_tp")
     before = [site.connection for site in sites(model)]
@@ -104,13 +95,11 @@ def test_bad_arguments_leave_the_model_as_it_was():
     assert [site.connection for site in sites(model)] == before
 
 
-@pytest.mark.parametrize("name", ["test_vit_ortho", "resnetv2_18_orthog", "vit_small_linear"])
-def test_arguments_of_variants(name):
-    small = dict(img_size=32) if "vit" in name else {}
-    model = timm.create_model(name, num_classes=2, skip="idempotent_cmr", skip_branches=4, **small)
+def test_arguments_of_variants():
+    model = timm.create_model("test_vit_ortho", num_classes=2, skip="idempotent_cmr", skip_branches=4, img_size=32)
     assert {site.connection.skip.branches for site in sites(model)} == {4}
     with pytest.raises(ValueError, match=r"unknown argument 'skip_branch'.*did you mean 'skip_branches'"):
-        timm.create_model(name, skip_branch=4)
+        timm.create_model("test_vit_ortho", skip_branch=4)
 
 
 def test_recorded_streams_are_transformed():

@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from timm_ortho._checks import IMPORT_HINT
@@ -82,12 +82,6 @@ def test_ranks(width, branches):
     torch.testing.assert_close(mr.matrix() + cmr.matrix(), torch.eye(width, dtype=torch.float64))
 
 
-def test_no_skip_connection_is_rank_0():
-    x = torch.randn(3, 8)
-    assert not create_skip("idempotent_cmr", 8, rank=0)(x).any()
-    assert torch.equal(create_skip("idempotent_mr", 8, rank=8)(x), x)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
 def test_orthogonal(name, width):
@@ -102,20 +96,14 @@ def test_tp_of_a_prime_mixes_all_channels(width):
     assert create_skip("orthogonal_tp", width).matrix().abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("width", [2, 3, 6, 16])
-def test_random_differs_between_sites_and_seeds(width):
-    p, q, other = (create_skip("orthogonal_random", width, site=site, seed=seed).matrix()
-                   for site, seed in ((0, 0), (1, 0), (0, 1)))
-    assert torch.linalg.det(p).item() == pytest.approx(1.0)
-    assert not torch.allclose(p, q)
-    assert not torch.allclose(p, other)
-    assert torch.equal(p, create_skip("orthogonal_random", width).matrix())
-
-
-def test_random_is_a_rotation_for_every_draw():
+def test_random_rotations_differ_between_sites_and_seeds():
     """If no column were negated, half of the draws would be reflections, with a negative determinant."""
-    for site in range(12):
-        assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
+    drawn = [create_skip("orthogonal_random", width, site=site, seed=seed).matrix()
+             for width in (2, 3, 6, 16) for site, seed in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 1))]
+    for number, p in enumerate(drawn):
+        assert torch.linalg.det(p).item() == pytest.approx(1.0)
+        assert not any(q.shape == p.shape and torch.allclose(p, q) for q in drawn[:number])
+    assert torch.equal(drawn[0], create_skip("orthogonal_random", 2).matrix())
 
 
 def test_random_does_not_depend_on_torch():
@@ -226,13 +214,6 @@ def test_keeps_only_matrices_for_the_backward_pass(name):
 
 
 # ------------------------------------------------------------------------------------------- compilers, copies
-def test_compiled_matrices_are_constants():
-    torch._dynamo.reset()
-    module, x, recorder = create_skip("orthogonal_random", 24), torch.randn(2, 3, 24).double(), EagerAndRecordGraphs()
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=recorder)(x), module(x))
-    assert torch.tensor not in [node.target for node in recorder.graphs[0].graph.nodes]
-
-
 def test_equal_transforms_share_compiled_code():
     """Two compiled modules share a graph if their transforms are equal. The random rotations of two sites differ."""
     torch._dynamo.reset()
@@ -258,19 +239,6 @@ def test_a_default_device_changes_nothing(name):
     assert torch.equal(module(x), y)
     assert y.grad_fn.name() == module(x).grad_fn.name()
     assert len([node for node in traced.graph.nodes if node.target is skips.plain_skip]) == 1
-
-
-def test_torch_function_of_subclasses_is_called():
-    class Stream(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            asked.append(function)
-            return super().__torch_function__(function, types, args, kwargs)
-
-    asked, module, x = [], create_skip("orthogonal_tp", 24), torch.randn(3, 24)
-    y = module(x.as_subclass(Stream))
-    assert asked.count(skips.plain_skip) == 1
-    assert torch.equal(y.as_subclass(torch.Tensor), module(x))
 
 
 def test_wrapped_matrices_are_not_cached():
@@ -311,15 +279,6 @@ def test_inference_mode_does_not_affect_training():
         torch.func.jacrev(module)(x)
 
 
-def test_made_on_the_meta_device():
-    with torch.device("meta"):
-        module = create_skip("orthogonal_random", 21)
-        assert module.matrix().device.type == "cpu"
-    x = torch.randn(2, 21)
-    torch.testing.assert_close(module(x), create_skip("orthogonal_random", 21)(x))
-    assert module(x.to("meta")).shape == x.shape
-
-
 def test_repr_of_skips():
     assert repr(create_skip("idempotent_mr", 64, dim=1, branches=4)) == (
         "Skip('idempotent_mr', width=64, dim=1, branches=4, rank=16)")
@@ -334,13 +293,10 @@ def test_repr_of_skips():
     ({"skip": "idempotent_mr", "branches": 5}, "branches must divide the width of the stream, got branches=5 for 12 "
                                                "channels"),
     ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
-    ({"skip": "idempotent_cmr", "branches": 2.0}, "branches must be a whole number of at least 1, got 2.0"),
     ({"skip": "idempotent_mr", "rank": 0},
      "idempotent_mr of 12 channels cannot have rank 0; possible ranks are 1, 2, 3, 4, 6, 12"),
     ({"skip": "idempotent_cmr", "rank": 12},
      "idempotent_cmr of 12 channels cannot have rank 12; possible ranks are 0, 6, 8, 9, 10, 11"),
-    ({"skip": "idempotent_cmr", "rank": -1},
-     "idempotent_cmr of 12 channels cannot have rank -1; possible ranks are 0, 6, 8, 9, 10, 11"),
     ({"skip": "idempotent_mr", "rank": 3, "branches": 4}, "branches determines rank: pass only one, got branches=4 "
                                                           "and rank=3"),
     ({"skip": "orthogonal_tp", "rank": 6},

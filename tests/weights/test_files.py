@@ -18,7 +18,6 @@ from helpers.trained_runs import timm_run
 from safetensors.torch import save_file
 from timm.data.readers.reader_image_in_tar import extract_tarinfos
 
-import timm_ortho
 from timm_ortho import cli, connections, hub
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError
@@ -265,17 +264,6 @@ def test_a_file_of_weights_that_cannot_be_used_is_one_line(tmp_path, capsys, thr
 
 def options_of(folder):
     return yaml.safe_load((folder / "args.yaml").read_text())
-
-
-@pytest.mark.parametrize("architecture", ["test_vit", "vit_test_ortho"])
-def test_a_folder_with_a_pickle_as_safetensors(tmp_path, architecture):
-    timm.models.save_for_hf(timm.create_model(architecture), tmp_path, safe_serialization=True)
-    model = timm_ortho.pull(tmp_path)
-    assert model.pretrained_cfg["file"] == str(tmp_path)
-    assert model.pretrained_cfg["source"] == "local-dir"
-    file = tmp_path / "model.safetensors"
-    with never_unpickled(file), pytest.raises(WeightsError, match=r"model.safetensors cannot be read"):
-        timm_ortho.pull(tmp_path)
 
 
 # --------------------------------------------------------------------------------- data sets, modules, scripts
