@@ -226,7 +226,7 @@ def _study(parsed: argparse.Namespace) -> int:
 
 
 def _study_plan(lab: Any, parsed: argparse.Namespace) -> None:
-    lab.make_plan(_request(lab, parsed), _slurm(lab, parsed))
+    lab.make_plan(_request(lab, parsed))
 
 
 def _study_run(lab: Any, parsed: argparse.Namespace) -> int:
