@@ -159,8 +159,8 @@ def test_the_images_are_described(tmp_path):
     study, runs = accuracy(BOTH)
     text = write({**study, "data": data}, runs, [], tmp_path)
     for told in (*texts(tmp_path), text):
-        assert ("The images have 32 x 48 pixels (set by recipe small_images; the first image of the data set has "
-                "375 x 500 pixels), 3 channels and 10 classes. There are 9,469 training images and 3,925 validation "
+        assert ("The images have 32 x 48 pixels (the first image of the data set: 375 x 500), 3 "
+                "channels and 10 classes. There are 9,469 training images and 3,925 validation "
                 "images (split “val”).") in told
         assert not re.search(r"\btest (images|loss|top-1)", told.partition("The paper has")[0])
     for split in ("test", "hold-out"):
@@ -169,11 +169,11 @@ def test_the_images_are_described(tmp_path):
     write({**study, "data": data}, runs, [], tmp_path)
     assert results(tmp_path)["study"]["data"] == data
     write({**study, "data": {**data, "first_image": [32, 48], "channels": 1, "classes": 1}}, runs, [], tmp_path)
-    assert "32 x 48 pixels (set by recipe small_images), 1 channel and 1 class. There are 9,469" in texts(tmp_path)[0]
+    assert "32 x 48 pixels, 1 channel and 1 class. There are 9,469" in texts(tmp_path)[0]
     several = {**data, "image_size": None, "size_from": "each model's default"}
     del several["first_image"]
     write({**study, "data": several}, runs, [], tmp_path)
-    assert "The images have several sizes (set by each model's default), 3 channels" in texts(tmp_path)[0]
+    assert "The images have several sizes, 3 channels" in texts(tmp_path)[0]
     write(study, runs, [], tmp_path)  # earlier versions of timm-ortho wrote no key `data`
     assert "The images have" not in texts(tmp_path)[0]
 

@@ -20,7 +20,7 @@ lists its tables and plots. The title and the first sentences are the answer.
         "report": {"rows": [...], ...},     # see `layout`
         "validation": "test",               # images of the accuracy: "test" or "hold-out"
         "data": {"image_size": [32, 32],    # None if the models differ
-                 "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
+                 "first_image": [32, 32], "channels": 3, "classes": 10,
                  "train": 50000, "validation": 10000, "validation_split": "test"},
     }
     runs = [{
@@ -289,12 +289,11 @@ def of_data(layout: Layout) -> Iterator[str]:
     data = layout.study.get("data")
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
-        resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
+        resized = f" (the first image of the data set: {first})" if first and first != size else ""
         size = f"{size} pixels" if size else "several sizes"
-        yield (f"The images have {size} (set by {data['size_from']}{resized}), "
-               f"{_count(data['channels'], 'channel')} and {_count(data['classes'], 'class', 'classes')}. There are "
-               f"{data['train']:,} training images and {data['validation']:,} {layout.images} images (split "
-               f"“{data['validation_split']}”).")
+        yield (f"The images have {size}{resized}, {_count(data['channels'], 'channel')} and "
+               f"{_count(data['classes'], 'class', 'classes')}. There are {data['train']:,} training images and "
+               f"{data['validation']:,} {layout.images} images (split “{data['validation_split']}”).")
         if data.get("on_device"):
             yield "The decoded images are stored on the device, where whole batches are augmented."
 
