@@ -142,8 +142,3 @@ def own_parameters(module: nn.Module) -> Mapping[str, Optional[nn.Parameter]]:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
-
-
-def submission_script(executor: Any) -> str:
-    """Return the sbatch script of a submitit executor for Slurm."""
-    return executor._make_submission_file_text(executor._submitit_command_str, "plan")

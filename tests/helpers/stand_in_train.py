@@ -24,8 +24,6 @@ for name, option in json.loads(OPTIONS.read_text()).items():
         nargs = {"nargs": "+"} if option.get("list") else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=option["default"], **kinds.get(option["type"], {}),
                             **nargs)
-# tests/lab/test_timm_script.py replaces the next line with an option.
-# MORE
 
 
 def main():
@@ -51,7 +49,7 @@ def main():
         before = torch.load(args.resume, weights_only=False)
         model.load_state_dict(before["state_dict"])
         optimizer, start = before["optimizer"], before["epoch"] + 1
-    for epoch in range(start, getattr(args, "stop_epoch", None) or args.epochs):
+    for epoch in range(start, args.epochs):
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
         if os.environ.get("STAND_IN_KILL") == str(epoch) and not (output / "killed").exists():
             (output / "killed").touch()

@@ -116,9 +116,8 @@ def test_training_does_not_write_through_links(theirs, name):
     folder = theirs / "linear-seed0"
     unfinish(folder)
     link(folder / name, theirs.parent / "victim" / "precious")
-    for write in (lambda: run.run(folder), lambda: Variant.read(folder).write(folder)):
-        with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
-            write()
+    with pytest.raises(LabError, match=f"{name} is a link, and nothing is written through links"):
+        run.run(folder)
 
 
 @pytest.mark.parametrize("name", [".slurm", "linear-seed0/job"])

@@ -1,5 +1,4 @@
 """Launching runs: parallel, killed, failing and interrupted runs, collected results, and tasks of Slurm."""
-import io
 import os
 import signal
 import subprocess
@@ -117,27 +116,6 @@ def test_damaged_features(tmp_path):
         features._stored(tmp_path)
 
 
-def test_cells_that_share_a_run_are_all_collected(tmp_path):
-    path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6]}, connections=["linear"], representation=False)
-    assert finished(trained(request(path, tmp_path / "out", epochs=1))) == (
-        [({"connection_eps": 1e-8}, "linear", 0), ({"connection_eps": 1e-6}, "linear", 0)], [])
-
-
-@pytest.mark.slow
-def test_shipped_study_from_run_to_report(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = ["layer_pattern", "--scale", "smoke", "--device", "cpu"]
-    assert cli.main(["study", "run", *arguments]) == 0
-    (output,) = Path("output", "study").iterdir()
-    results = read(output / "results.json")
-    assert [item["cell"]["layers"] for item in results["runs"]] == ["none", "0,1", "all"]
-    assert [item["connection"] for item in results["runs"]] == ["linear", "feature", "feature"]
-    assert results["study"]["command"] == f"timm-ortho study run {' '.join(arguments)}"
-    kwargs = [yaml.safe_load((output / f"layers={cell}-seed0" / "args.yaml").read_text())["model_kwargs"]
-              for cell in ("none-linear", "0,1-feature", "all-feature")]
-    assert [values.get("connection_layers") for values in kwargs] == [None, [0, 1], None]
-
-
 # -------------------------------------------------------------------------------------------------- status
 def test_status(tmp_path, monkeypatch, capsys):
     """`study status` reads the state of each run from the run's files. The five runs have different states."""
@@ -183,17 +161,6 @@ def test_the_state_of_a_run_whose_lock_cannot_be_tried(tmp_path, monkeypatch, er
         pass
 
 
-def test_a_run_that_ends_during_the_check_is_finished(tmp_path, monkeypatch):
-    folder = one_run(tmp_path / "out")
-
-    def ends(_):
-        change_run(folder, result={"top1": 50.0})
-        return False
-
-    monkeypatch.setattr(folders, "is_at_work", ends)
-    assert folders.state(folder) == ("finished", "top-1 50.00 %")
-
-
 def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
     class NoWait(folders.FileLock):
         def acquire(self, timeout=None, **arguments):
@@ -215,20 +182,15 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err.splitlines()[-2:] == [
         f"runs: 4 in {tmp_path / 'out'}; model: vit_small; data: digits; connections: linear, feature; seeds: 3, 5; "
         "epochs: 2",
-        "The images have 16 x 16 pixels (set by --img-size; the first image of the data set has 8 x 8 pixels), 1 "
-        "channel and 10 classes. There are 100 training images and 32 test images (split “test”)."]
+        "The images have 16 x 16 pixels (the first image of the data set: 8 x 8), 1 channel and 10 classes. There are "
+        "100 training images and 32 test images (split “test”)."]
     assert study.run(compared(tmp_path / "out", ["feature"], seeds=[3], train_num_samples=100)) == 0
     assert "runs: 1 in " in (again := capsys.readouterr().err)
     assert "connections: feature; seeds: 3; epochs" in again
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """Progress is a bar on a terminal, and lines of text elsewhere. One run is continued, and one run's loss is nan."""
+    """One run is continued, and one run's loss is nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launcher.time, "monotonic", lambda: next(clock))
@@ -253,32 +215,8 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
         next(clock)
     lines.update(experiment.runs)  # at 30 seconds
     assert capsys.readouterr().err.splitlines() == [
-        "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 00:30 left",
-        "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    bar = launcher._Progress(experiment.folder, experiment.runs)
-    epoch("feature-seed0", 2, 0.5, 90.0)
-    bar.update(experiment.runs)
-    shown = sys.stderr.getvalue().rpartition("\r")[2]
-    assert "| 5/8 epochs, " in shown
-    assert shown.rstrip().endswith(" left; feature-seed0: epoch 3/4, loss 0.500, top-1 90.00 %")
-    bar.bar.close()
-
-
-def test_a_terminal_of_0_columns_shows_lines(tmp_path, monkeypatch):
-    experiment = planned(compared(tmp_path / "out", epochs=4))
-    reading, writing = os.openpty()  # a new pseudo-terminal has no size
-    with open(reading, "rb", buffering=0) as terminal, open(writing, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        progress = launcher._Progress(experiment.folder, experiment.runs)
-        (experiment.folder / "linear-seed0" / "summary.csv").write_text(
-            "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,2.5,1.0,10.0,99.0,0.001\n")
-        progress.update(experiment.runs)
-        progress.bar.close()
-        stderr.flush()
-        os.set_blocking(reading, False)
-        assert b"linear-seed0: epoch 1/4, loss 2.500, top-1 10.00 %" in (terminal.read(1000) or b"")
+        "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 0:00:30 left",
+        "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 0:00:40 left"]
 
 
 # ----------------------------------------------------------------------------------------------- processes

@@ -11,9 +11,6 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from timm_ortho.lab import commands
-from timm_ortho.lab.planning import plan
-
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 COUNTS = {"train": 5, "extra": 4, "test": 7}  # images per class
 HELD_OUT = {"400": "2", "200": "1"}
@@ -51,12 +48,3 @@ def test_images_are_in_the_folder_of_their_class(folder):
         red, green, _ = Image.open(file).getpixel((0, 0))
         assert (red % 10, green) == (int(file.parts[-2]), int(file.stem[-6:]))
     assert len({file.name for file in files}) == 10 * sum(COUNTS.values())  # no image is in two splits
-
-
-def test_the_lab_reads_the_folders(folder):
-    """The held-out images are the validation images, unless the option `val_split` selects the test images."""
-    for options, split, images in (({}, "val", 30), ({"val_split": "test"}, "test", 70)):
-        options = {"device": "cpu", "dataset": "", "data_dir": str(folder), "batch_size": 4, **options}
-        data = plan.plan(commands.Request(commands.comparison(["linear"], None), options, seeds=1)).study["data"]
-        assert (data["classes"], data["first_image"], data["train"]) == (10, [32, 32], 60)
-        assert (data["validation_split"], data["validation"]) == (split, images)

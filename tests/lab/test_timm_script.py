@@ -1,6 +1,7 @@
 """Runs of a mock of timm's train.py: planning, launching, continuing, switching connections, collecting results."""
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from timm_ortho.run_folder import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
-STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
 DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # the mock does not read data
 
 
@@ -37,14 +37,6 @@ def switched(folder, output, optimizer, **options):
 def by_its_script(folder):
     """Train a run with the script that its plan names."""
     return run.run(folder, train_py=Variant.read(folder).trainer)
-
-
-@pytest.fixture
-def stopping(tmp_path):
-    """Return a mock of train.py that has the option --stop-epoch, as newer releases of timm do."""
-    path = tmp_path / "train.py"
-    path.write_text(STAND_IN.read_text().replace("# MORE", STOPS))
-    return path
 
 
 # ---------------------------------------------------------------------------------------- trained and collected
@@ -194,16 +186,10 @@ def epochs_seen(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_option", [False, True])
-def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """If the script has --stop-epoch, it ends the first stage itself. Otherwise the lab stops the script.
-
-    The second stage resumes from the first stage's checkpoint.
-    """
-    if not with_option:
-        monkeypatch.setenv("STAND_IN_SECONDS", "4")
-    folder = only_run(switched(
-        tmp_path, tmp_path / "out", "kept", epochs=2, train_py=stopping if with_option else STAND_IN))
+def test_switch_kept(tmp_path, monkeypatch):
+    """The lab stops the script after the first stage. The second stage resumes from its checkpoint."""
+    monkeypatch.setenv("STAND_IN_SECONDS", "4")
+    folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=2))
     result = by_its_script(folder)
     assert epochs_seen(folder) == (1, 1, 1)
     assert epochs_seen(folder / "switched") == (2, 2, 2)
@@ -233,26 +219,26 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
         by_its_script(folder)
 
 
-def test_commands_of_the_stages(tmp_path, stopping):
+def test_commands_of_the_stages(tmp_path):
     """The command of a stage depends on the checkpoints in the run's folder."""
     def words(stage):
         python, script, *rest = train_py.command(one, one.stages[stage], folder)
-        assert (python, script) == (sys.executable, str(stopping))
+        assert (python, script) == (sys.executable, str(STAND_IN))
         options = dict(zip(rest[::2], rest[1::2], strict=True))
         path = Path(folder.name, one.stages[stage].folder)
         assert (options.pop("-c"), options.pop("--output"), options.pop("--experiment")) == (
             str(folder.parent / path / "args.yaml"), str(folder.parent), str(path))
         return options
 
-    folder = only_run(switched(tmp_path, tmp_path / "kept", "kept", epochs=4, train_py=stopping))
+    folder = only_run(switched(tmp_path, tmp_path / "kept", "kept", epochs=4))
     one, first, second = Variant.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
-    assert words(0) == {"--stop-epoch": "2"}
+    assert words(0) == {}
     assert words(1) == {"--resume": first}
     Path(first).touch()
-    assert words(0) == {"--stop-epoch": "2", "--resume": first}
+    assert words(0) == {"--resume": first}
     Path(second).touch()
     assert words(1) == {"--resume": second}
-    folder = only_run(switched(tmp_path, tmp_path / "again", "reinitialised", epochs=4, train_py=stopping))
+    folder = only_run(switched(tmp_path, tmp_path / "again", "reinitialised", epochs=4))
     one, first, second = Variant.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
     assert (words(0), words(1)) == ({}, {"--initial-checkpoint": first})
     Path(second).touch()
@@ -271,12 +257,15 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
     printed = capsys.readouterr().out
     processes = max(1, gpus) * nodes
     assert f"linear-seed0: 64 images per update = {processes} processes x {steps} accumulated x {each}\n" in printed
-    launcher = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
-                (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank $SLURM_NODEID --master-addr "
-                        '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)" --master-port 29500 '
-                        "--nproc-per-node 4 "}[gpus, nodes]
-    assert ("in a job of sbatch --nodes 2 --ntasks-per-node 1 --gpus-per-node 4, by srun" in printed) == (nodes == 2)
-    assert f"    {sys.executable} {launcher}{STAND_IN} -c {tmp_path / 'out' / 'linear-seed0' / 'args.yaml'} " in printed
+    folder = tmp_path / "out" / "linear-seed0"
+    command = f"    python -m timm_ortho.lab.running.run {folder} --train-py {STAND_IN}"
+    more = " (on each of 2 nodes, with NODE_RANK, MASTER_ADDR and MASTER_PORT set)" if nodes == 2 else ""
+    assert f"{command}{more}\n" in printed
+    words = " ".join(train_py.command(Variant.read(folder), Variant.read(folder).stages[0], folder))
+    started = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
+               (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
+                       "--nproc-per-node 4 "}[gpus, nodes]
+    assert words.startswith(f"{sys.executable} {started}{STAND_IN} -c {folder / 'args.yaml'} ")
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert (args["batch_size"], args["device"]) == (each, "cuda" if gpus else args["device"])
     assert (args["amp"], args["amp_dtype"]) == ((True, "bfloat16") if args["device"] == "cuda" else (False, "bfloat16"))
@@ -319,15 +308,11 @@ def test_errors_of_timms_script(tmp_path):
     refused("script.py is older than timm's option device_modules: use timm's train.py", train_py=script)
     refused("timm's train.py accepts no option 'mixpu'; did you mean 'mixup'", mixpu=1)
     refused("train.py has no option stop_epoch: the script is of another timm release", stop_epoch=1)
+    with pytest.raises(LabError, match="--nodes needs --gpus: add the number of GPUs per node"):
+        plan.plan(replace(tiny(tmp_path, tmp_path / "out"), nodes=2))
     refused("train.py cannot hold images out: remove --train-py, or set", changes={"hold_out": 8})
     refused("train.py has no data set digits: choose another --dataset, or remove", dataset="digits", data_dir=None)
     refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
-
-
-def test_args_have_only_options_of_the_script(tmp_path, stopping):
-    one, other = (only_run(tiny(tmp_path, tmp_path / name, train_py=script, only=[("connection", "linear")]))
-                  for name, script in (("one", STAND_IN), ("other", stopping)))
-    assert set(read_yaml(other / "args.yaml")) - set(read_yaml(one / "args.yaml")) == {"stop_epoch"}
 
 
 def test_warning_that_train_py_takes_all_images(tmp_path, capsys):

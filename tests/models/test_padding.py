@@ -225,17 +225,6 @@ class Inverted(Keeping):
 
 
 def test_the_author_of_a_block_decides_what_its_mask_means():
-<<<<<<< HEAD
-    kinds = dict(stream="x", kinds=("mlp",))
-    for block, name in ((Keeping, "attn_mask"), (Inverted, "key_padding_mask"), (OtherName, "mask_of_keys")):
-        with pytest.raises(ValueError, match=f"'{name}' may be an attention mask: pass mask='{name}' if True allows "):
-            register_block(block, **kinds)
-    with pytest.raises(ValueError, match=r"Keeping.forward has no argument 'attn_msk': correct mask"):
-        register_block(Keeping, **kinds, mask="attn_msk")
-    with pytest.raises(ValueError, match="'key_padding_mask' is True for padding"):
-        register_block(Inverted, **kinds, mask="key_padding_mask")
-    register_block(Keeping, **kinds, mask="attn_mask[:, None, None]")
-=======
     for block, arguments, message in (
             (Keeping, {}, "'attn_mask' may be an attention mask: pass mask='attn_mask' if True allows "),
             (Inverted, {}, "'key_padding_mask' may be an attention mask: pass mask='key_padding_mask' if True allows "),
@@ -244,7 +233,6 @@ def test_the_author_of_a_block_decides_what_its_mask_means():
         with pytest.raises(ValueError, match=message):
             register_block(block, stream="x", kinds=("mlp",), **arguments)
     register_block(Keeping, stream="x", kinds=("mlp",), mask="attn_mask[:, None, None]")
->>>>>>> w5_tests
     block = connect(Keeping().double(), "global")
     for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED)):  # B = 4 and B = N
         together = block(x.double(), mask)

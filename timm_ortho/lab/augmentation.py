@@ -200,6 +200,8 @@ class RandAugment:
     """
 
     def __init__(self, num_ops: int, magnitude: int) -> None:
+        if not 0 <= magnitude <= 30:
+            raise ValueError(f"the magnitude of RandAugment must be from 0 to 30, got {magnitude}")
         self.num_ops, self.magnitude = num_ops, magnitude
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

@@ -16,15 +16,14 @@ from .reporting import collect, report
 from .reporting.collect import status
 from .running import launcher
 from .running.slurm import Slurm
-from .running.timm_script import command as train_command
 
 # `compare` trains a model with fewer parameters with one thread. A second thread hardly speeds up a small model. If all
 # cores are busy, the threads wait for each other: on two busy cores, the training of a vit_small of width 64 took eight
 # times as long with two threads as with one.
 _SMALL = 1_000_000
 
-# Options of torchrun in a job of Slurm. The first node is the master.
-_OF_NODE = '--node-rank $SLURM_NODEID --master-addr "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"'
+# The environment of a run on several nodes, in a job of Slurm. The first node is the master.
+_OF_NODE = 'NODE_RANK=$SLURM_NODEID MASTER_ADDR="$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"'
 
 __all__ = [
     "Request", "Slurm", "comparison", "load", "make_plan", "report_on", "run", "status",
@@ -48,15 +47,13 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
         report={"measures": ["top1"]})
 
 
-def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
-    """Plan a study, write its folders, and print the commands of its runs. For Slurm, write sbatch's script, too."""
+def make_plan(request: Request) -> StudyPlan:
+    """Plan a study, write its folders, and print the commands of its runs."""
     planned = _planned(request)
     planned.write()
     for name, run_plan in planned.runs.items():
-        print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
+        print(f"{name}: {_command_of(planned.folder / name, run_plan)}")
     print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
-    if slurm is not None and planned.runs:
-        print(f"for sbatch: {slurm.script(planned.folder, planned.runs)}")
     return planned
 
 
@@ -64,23 +61,23 @@ def _planned(request: Request) -> StudyPlan:
     """Plan a study without writing files."""
     planned = plan(request)
     report.layout_of(planned.study)  # checks the layout of the report before the first run
-    # submitit writes there, and makes links; `write` checks the folders of the runs
-    refuse_links(planned.folder / ".slurm", inside=False)
+    for path in planned.folder.glob("*"):
+        if path.is_dir() or path.name == ".lock":  # other files are replaced in one step
+            refuse_links(path, inside=path.name != ".slurm")  # submitit makes links there
     return planned
 
 
-def _commands_of(folder: Path, run_plan: Variant) -> str:
-    """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
-    if run_plan.script is None:
-        return f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([run_plan])])}"
-    commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
-    if run_plan.nodes > 1:
-        commands = commands.replace("--node-rank 0 --master-addr localhost", _OF_NODE)
-        commands = (f"in a job of sbatch --nodes {run_plan.nodes} --ntasks-per-node 1 --gpus-per-node {run_plan.gpus}, "
-                    f"by srun:\n    {commands}")
-    options = run_plan.options
-    return (f"{run_plan.whole_batch} images per update = {run_plan.processes} processes x "
-            f"{max(1, options.grad_accum_steps)} accumulated x {options.batch_size}\n    {commands}")
+def _command_of(folder: Path, planned: Variant) -> str:
+    """Return the command that trains a run. For timm's script, a first line shows how the batch is divided."""
+    command = f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([planned])])}"
+    if planned.script is None:
+        return command
+    if planned.nodes > 1:
+        command = (f"in a job of sbatch --nodes {planned.nodes} --ntasks-per-node 1 --gpus-per-node {planned.gpus}, by "
+                   f"srun:\n    {_OF_NODE} {command}")
+    options = planned.options
+    return (f"{planned.whole_batch} images per update = {planned.processes} processes x "
+            f"{max(1, options.grad_accum_steps)} accumulated x {options.batch_size}\n    {command}")
 
 
 def run(

@@ -379,7 +379,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     return train, validation
 
 
-class _OtherSizeError(ImageError):
+class _OtherSizeError(Exception):
     """An image has another size than the first."""
 
 
@@ -391,10 +391,7 @@ class _OneSize:
 
     def __call__(self, image: Image.Image) -> Any:
         if image.size[::-1] != self.size:
-            (height, width), own = self.size, " x ".join(map(str, image.size[::-1]))
-            raise _OtherSizeError(
-                f"images on the device need one size, but the first has {height} x {width} pixels and another {own}: "
-                "set --img-size, or use --no-device-images")
+            raise _OtherSizeError
         return self.transform(image)
 
 
@@ -403,31 +400,30 @@ def _decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
 
-    Training images are resized to `size`, or to the input size of the model if their sizes differ. Validation images
-    get timm's transform for evaluation.
+    Images get timm's transform for evaluation to `size`. If it is the size of the first training image, but not of all,
+    they get the input size of the model.
     """
     key = split, tuple(size), str(device)
     if key not in source.decoded:
         try:
-            source.decoded[key] = _decode(options, source, data_config, device, *key[:2])
+            source.decoded[key] = _decode(
+                options, source, data_config, device, split, size, split == "train" and key[1] == source.first_size)
         except _OtherSizeError:
             model_size = data_config["input_size"][1:]
-            if options.img_size is None and options.input_size is None:
-                raise
-            source.decoded[key] = _decode(options, source, data_config, device, split, model_size, several=True)
+            source.decoded[key] = _decode(options, source, data_config, device, split, model_size, False)
     return source.decoded[key]
 
 
 def _decode(
         options: Namespace, source: Source, data_config: dict, device: torch.device, split: str, size: Sequence[int],
-        several: bool = False,
+        one_size: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dataset, training = getattr(source, split), split == "train"
+    dataset = getattr(source, split)
     loader = create_loader(
         dataset, (source.in_chans, *size), batch_size=256, is_training=False, use_prefetcher=True,
-        interpolation=data_config["interpolation"], crop_pct=1.0 if training else data_config["crop_pct"],
+        interpolation=data_config["interpolation"], crop_pct=1.0 if split == "train" else data_config["crop_pct"],
         num_workers=options.workers, device=device, persistent_workers=False).loader
-    if training and not several:
+    if one_size:
         dataset.transform = _OneSize(source.first_size, dataset.transform)
     images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
     labels = torch.empty(len(dataset), dtype=torch.long, device=device)

@@ -21,8 +21,8 @@ _SHARE = 4  # by default, images are stored on a GPU if they need less than a qu
 def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[str, Any]) -> bool:
     """Return whether the images of a run are stored on its device.
 
-    The default is yes on a GPU if all augmentations exist there and the images need less than a quarter of its free
-    memory.
+    The default is yes on a GPU if all augmentations exist there, the first image is not larger than the model's input,
+    and the images need less than a quarter of its free memory.
 
     Args:
         options: timm's options of the run.
@@ -44,7 +44,8 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
                       + ("" if options.device_images else f", of which they may take {1 / _SHARE:.0%}"))
     if reason is not None and options.device_images:
         raise LabError(f"the images cannot be stored on the device: {reason}: use --no-device-images")
-    on = reason is None and (options.device_images or device.type == "cuda")
+    small = reason is None and stored_size(source.first_size, size) == tuple(source.first_size)
+    on = reason is None and (options.device_images or (device.type == "cuda" and small))
     unused = [key for key in DEVICE_OPTIONS if key in given and key != "device_images"]
     if unused and not on:
         raise LabError(f"option '{unused[0]}' needs images that are stored on the device: add --device-images")
@@ -78,14 +79,8 @@ def stored_size(first: Sequence[int], size: Sequence[int]) -> tuple[int, int]:
 
 
 def free_memory(device: torch.device) -> Optional[int]:
-    """Return the free memory of a device in bytes, None if it is unknown."""
-    if device.type == "cuda":  # without a GPU, the run is planned for another machine
-        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return None
+    """Return the free memory of a GPU in bytes, None for a CPU or if the GPU is on another machine."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _megabytes(count: int) -> str:

@@ -24,7 +24,7 @@ from ..run_folder import LOG, OPTIONS, RUN, RunFile, json_lines, read_history, r
 from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
-_OF_STAGE = ("folder", "begins_with", "stop_epoch")
+OF_STAGE = ("folder", "begins_with", "stop_epoch")
 OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
@@ -157,9 +157,8 @@ class Variant:
 
     def write(self, folder: Path) -> None:
         """Create the folder, with the plan in `run.json`, and with the `args.yaml` of each stage."""
-        refuse_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        stages = [{key: getattr(stage, key) for key in _OF_STAGE} for stage in self.stages]
+        stages = [{key: getattr(stage, key) for key in OF_STAGE} for stage in self.stages]
         plan = {**{key: getattr(self, key) for key in OF_PLAN}, "stages": stages}
         save(folder, replace(read_run(folder) or RunFile(plan), plan=plan))
         self.write_options(folder)
@@ -278,7 +277,6 @@ def only_command(root: Path) -> Iterator[None]:
     Raises:
         LabError: Another command trains the runs.
     """
-    refuse_links(root / ".lock", inside=False)
     root.mkdir(parents=True, exist_ok=True)
     with _lock(root, 0) as free:
         if not free:

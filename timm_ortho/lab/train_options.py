@@ -12,10 +12,9 @@
   numbers. A report lists only options without this key as differences from the paper |
 """
 import json
-import math
 from functools import cache
 from importlib.resources import files
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 # Defaults that differ from timm's.
 DEFAULTS = {
@@ -36,23 +35,6 @@ DEVICE_OPTIONS = {
 # A file of weights to start from, with a new classifier: short for timm's `pretrained` and `pretrained_path`. The plan
 # of a run contains only timm's options.
 _WEIGHTS = {"weights": {"type": "str", "default": "", "lab": "used", "about": "data"}}
-
-# Allowed numbers of options that timm reads without a check, or checks only while it trains: the description, a test of
-# a value, and the names of the options.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a number from 0 to 1", lambda value: 0 <= value <= 1,
-     "hflip vflip color_jitter_prob grayscale_prob gaussian_blur_prob reprob mixup_prob mixup_switch_prob smoothing "
-     "drop drop_connect drop_path drop_block model_ema_decay"),
-    ("at least 0 and finite", lambda value: 0 <= value < math.inf,
-     "recount mixup cutmix mixup_off_epoch crop_pct crop_padding"),
-    ("at least 1", lambda value: value >= 1, "train_num_samples val_num_samples"),
-    ("two positive numbers in ascending order",
-     lambda value: len(value) == 2 and 0 < value[0] <= value[1] < math.inf, "scale ratio"),
-    ("two different numbers from 0 to 1 in ascending order",
-     lambda value: len(value) == 2 and 0 <= value[0] < value[1] <= 1, "cutmix_minmax"),
-    ("a number of operations and a magnitude up to 30",
-     lambda value: not value or (len(value) == 2 and value[0] >= 0 and 0 <= value[1] <= 30), "rand_augment"),
-)
 
 
 @cache

@@ -58,7 +58,7 @@ from ...convert import accepts, variant_arguments
 from ...run_folder import SWITCHED
 from .. import LabError, check_names
 from ..folder import Stage, Variant
-from ..paper import architecture, experiments, section, skip_recipe
+from ..paper import architecture, experiments, numbers, section, skip_recipe
 from ..train_options import known_options
 from . import recipe
 from .study_file import SCALES, merged, read
@@ -78,10 +78,6 @@ _SHARED = {
     **dict.fromkeys(("dataset data_dir train_split val_split train_num_samples val_num_samples class_map "
                      "input_img_mode input_key target_key in_chans num_classes").split(),
                     "images: set it for the whole study, by its key options or by --option")}
-
-# timm's names of the paper's data sets. The empty name is an image folder in --data-dir.
-_TIMM_NAMES = {
-    "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
 
 
 @dataclass(frozen=True)
@@ -390,9 +386,10 @@ def timm_name(dataset: str) -> str:
     """
     if dataset in ("", "digits") or dataset.partition("/")[0] in ("torch", "tfds", "hfds", "hfids", "wds"):
         return dataset
-    if dataset in _TIMM_NAMES:
-        return _TIMM_NAMES[dataset]
-    near = did_you_mean(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2, listed=True)
+    of_paper = numbers()["datasets"]
+    if dataset in of_paper:
+        return of_paper[dataset]["timm"]
+    near = did_you_mean(dataset, [*of_paper, "digits", "torch/fashion_mnist"], 2, listed=True)
     raise LabError(f"there is no data set '{dataset}'{near} (or use digits, a name with one of timm's prefixes "
                    "torch/, tfds/, hfds/, hfids/ and wds/, or '' with --data-dir for an image folder)")
 

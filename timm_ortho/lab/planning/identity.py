@@ -8,12 +8,11 @@ from typing import Any, Mapping
 
 from ..._text import file_name
 from ..._yaml import dump_yaml, load_yaml
-from ...connections import CONNECTIONS
 from ...convert import base_name
 from .. import LabError
-from ..folder import OF_COMMAND, OF_PLAN, Stage, Variant
+from ..folder import OF_COMMAND, OF_PLAN, OF_STAGE, Stage, Variant
 from ..train_options import known_options, options_with
-from .design import Design, has_effect
+from .design import Design
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine. `workers` is
 # not among them, because each worker of a loader draws its own random numbers for the augmentation.
@@ -26,7 +25,8 @@ def run_identity(run: Variant) -> dict:
         unused = OF_COMMAND | ({"grad_accum_steps"} if stage.options["amp"] else {"grad_accum_steps", "amp_dtype"})
         options = {key: value for key, value in stage.options.items()
                    if key in known_options() and key not in _MACHINE | unused}  # a script may add its own options
-        return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch}}
+        own = {key: getattr(stage, key) for key in OF_STAGE}
+        return {**own, "options": {**options, "batch_size": run.whole_batch}}
 
     values = {**{key: getattr(run, key) for key in OF_PLAN if key not in ("gpus", "nodes")},
               "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
@@ -37,9 +37,7 @@ def run_identity(run: Variant) -> dict:
 def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
     """Return the settings that decide the results of a study's runs.
 
-    Seeds and connections are left out, because a later command may add seeds and connections to the study. Arguments of
-    connections are left out of the user's options (key `given`) if they equal their defaults, and always out of the
-    recipe's options (key `options`, only for `timm-ortho compare`).
+    Seeds and connections are left out, because a later command may add seeds and connections to the study.
 
     Args:
         design: The study.
@@ -48,12 +46,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     """
     keys = {key: value for key, value in asdict(design).items()
             if key not in ("source", "seeds", "connections", "baseline", "report")}
-    kwargs = requested.get("model_kwargs")
-    given = {key: value for key, value in requested.items()
-             if key not in _MACHINE and (key != "model_kwargs" or kwargs is None)}
-    kwargs = {key: value for key, value in (kwargs or {}).items()
-              if any(has_effect(key, value, connection) for connection in CONNECTIONS)}
-    settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}
+    settings = {"design": keys, "given": {key: value for key, value in requested.items() if key not in _MACHINE}}
     if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
         # `first` has none of these if it is linear, and a later command of the study may begin with another connection

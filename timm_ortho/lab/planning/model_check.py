@@ -3,7 +3,7 @@ import inspect
 import json
 from argparse import Namespace
 from contextlib import contextmanager
-from typing import Any, Iterator, Mapping, Optional
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
 from timm.layers import PatchEmbed
@@ -14,7 +14,6 @@ from ..._text import error_text
 from .. import LabError
 from ..folder import Variant
 from ..running.loop import build_model
-from .request import Request
 
 _WITHOUT_WEIGHTS = {"pretrained": False, "initial_checkpoint": "", "seed": 0}
 _OF_ARCHITECTURE = (
@@ -22,100 +21,80 @@ _OF_ARCHITECTURE = (
     "bn_momentum", "bn_eps", "pretrained", "pretrained_path", "initial_checkpoint")
 
 
-class Models:
-    """The models of variants. Variants that differ only in connection and training share one model.
+class Built(NamedTuple):
+    """A checked variant and its model."""
+
+    variant: Variant  # with the options that set the size of its images
+    model: nn.Module  # has another connection if an earlier variant has the same architecture
+    size: list[int]  # height and width of the images
+    architecture: str  # variants with equal texts share one model
+
+
+def built(variants: Iterable[Variant], weights: bool) -> Iterator[Built]:
+    """Yield each variant with its model. Successive variants that differ only in connection and training share one.
 
     Args:
+        variants: The variants.
         weights: Whether to load the initial weights. timm's script may find them only on another machine.
 
-    Attributes:
-        model: The model of the last variant, with the connection of the first variant that shares it.
-        size: Height and width of its images.
+    Raises:
+        LabError: A model cannot be built with one of its connections, or cannot process the images.
     """
-
-    model: nn.Module
-    size: list[int]
-
-    def __init__(self, weights: bool) -> None:
-        self.without = {} if weights else _WITHOUT_WEIGHTS
-        self.key: Optional[str] = None
-        self.found: dict[str, Any] = {}
-
-    def checked(self, variant: Variant) -> Variant:
-        """Return the variant with the options that set the size of its images.
-
-        Raises:
-            LabError: The model cannot be built with one of its connections, or cannot process the images.
-        """
+    last = None
+    for variant in variants:
         options = variant.options
         arguments = {key: value for key, value in options.model_kwargs.items() if not key.startswith("connection")}
         key = json.dumps([arguments, *(getattr(options, name) for name in _OF_ARCHITECTURE)], default=str)
-        with refused(f"{options.model} with connection '{variant.stages[0].connection}'"):
-            if key != self.key:
-                self.found = self._size(options)
-                sized = variant.with_options(**self.found).options
-                self.model = self._run(Namespace(**{**vars(sized), **self.without}))
-                self.key = key
-        variant = variant.with_options(**self.found)
+        if key != last:
+            with refused(f"{options.model} with connection '{variant.stages[0].connection}'"):
+                found, size = _size(options)
+                model = _run(variant.with_options(**found, **({} if weights else _WITHOUT_WEIGHTS)).options, size)
+            last = key
+        variant = variant.with_options(**found)
         for stage in variant.stages:
             with refused(f"{options.model} with connection '{stage.connection}'"):
                 _on_meta(Namespace(**stage.options))
-        return variant
-
-    def _size(self, options: Namespace) -> dict[str, Any]:
-        """Return the options that give the model and its images the same size, and set `size`.
-
-        If the model's class has an argument `img_size`, it is among them, unless the model already has this size.
-        """
-        model, channels = _on_meta(options), options.in_chans or 3
-        found: dict[str, Any] = {}
-        if options.img_size is None and options.input_size is None:
-            size = options.model_kwargs.get("img_size")
-            if isinstance(size, (tuple, list)):  # train.py's --img-size is one number
-                found["input_size"] = [channels, *size]
-            else:
-                found["img_size"] = size
-        _, height, width = data_config(model, {**vars(options), **found}, channels)["input_size"]
-        sizes = [{**vars(options), **found}[key] for key in ("img_size", "input_size")]
-        if sizes == [None, None] and channels != 3:  # train.py assumes three channels
-            found["input_size"] = [channels, height, width]
-        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        other_size = own is None or (height, width) != tuple(own)
-        if other_size and _takes_img_size(model) and "img_size" not in options.model_kwargs:
-            found["model_kwargs"] = {"img_size": height if height == width else [height, width]}
-        self.size = [height, width]
-        return found
-
-    def _run(self, options: Namespace) -> nn.Module:
-        """Build a model, run it on two blank images, and return it."""
-        height, width = self.size
-        model = _build(options)
-        patches = getattr(model, "patch_embed", None)
-        if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad:
-            rows, columns = patches.patch_size
-            if height % rows or width % columns:  # timm cuts the rest off
-                raise LabError(f"images of {height} x {width} pixels are not whole numbers of patches of {rows} x "
-                               f"{columns}: set an image size or patch size that fits, such as --img-size "
-                               f"{max(1, height // rows) * rows}")
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, options.in_chans or 3, height, width))
-        return model
+        yield Built(variant, model, size, key)
 
 
-def origin_of_size(request: Request, variant: Variant) -> str:
-    """Return the origin of the image size as text, for a variant that is not checked yet."""
-    def sets(options: Mapping[str, Any]) -> bool:
-        return any(options.get(key) is not None for key in ("img_size", "input_size"))
+def _size(options: Namespace) -> tuple[dict[str, Any], list[int]]:
+    """Return the options that give the model and its images the same size, and this height and width.
 
-    design = request.design
-    cells = (changes.get("options", {}) for values in design.grid.values() for changes in values.values())
-    if sets(request.options):
-        return "--img-size" if design.is_comparison else "--option img_size"
-    if sets(design.options) or any(map(sets, cells)):
-        return f"study {design.name}"
-    if sets(vars(variant.options)):
-        return f"recipe {variant.recipe}"
-    return "--model-kwargs img_size" if sets(variant.options.model_kwargs) else "the model's default"
+    If the model's class has an argument `img_size`, it is among them, unless the model already has this size.
+    """
+    model, channels = _on_meta(options), options.in_chans or 3
+    found: dict[str, Any] = {}
+    if options.img_size is None and options.input_size is None:
+        size = options.model_kwargs.get("img_size")
+        if isinstance(size, (tuple, list)):  # train.py's --img-size is one number
+            found["input_size"] = [channels, *size]
+        else:
+            found["img_size"] = size
+    _, height, width = data_config(model, {**vars(options), **found}, channels)["input_size"]
+    sizes = [{**vars(options), **found}[key] for key in ("img_size", "input_size")]
+    if sizes == [None, None] and channels != 3:  # train.py assumes three channels
+        found["input_size"] = [channels, height, width]
+    own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    other_size = own is None or (height, width) != tuple(own)
+    if other_size and _takes_img_size(model) and "img_size" not in options.model_kwargs:
+        found["model_kwargs"] = {"img_size": height if height == width else [height, width]}
+    return found, [height, width]
+
+
+def _run(options: Namespace, size: list[int]) -> nn.Module:
+    """Build a model, run it on two blank images, and return it."""
+    height, width = size
+    model = _build(options)
+    patches = getattr(model, "patch_embed", None)
+    if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad:
+        rows, columns = patches.patch_size
+        if height % rows or width % columns:  # timm cuts the rest off
+            raise LabError(f"images of {height} x {width} pixels are not whole numbers of patches of {rows} x "
+                           f"{columns}: set an image size or patch size that fits, such as --img-size "
+                           f"{max(1, height // rows) * rows}")
+    with torch.no_grad():
+        model.eval()(torch.zeros(2, options.in_chans or 3, height, width))
+    return model
 
 
 def _build(options: Namespace) -> nn.Module:

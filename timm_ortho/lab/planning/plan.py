@@ -14,19 +14,19 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from ... import __version__
-from ..._text import file_name
+from ..._text import UserError, file_name
 from ..._yaml import dump_yaml
 from ...convert import base_name
 from ...run_folder import check_sources, import_modules, read_run
-from .. import LabError, refuse_links, write_text
+from .. import LabError, write_text
 from ..data import Source
 from ..folder import Variant, is_at_work, read_yaml
-from ..paper import numbers
-from .design import COMPARISON
-from .deviations import deviations
+from ..paper import recipes
+from ..train_options import options_with
+from .design import Design, load
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .request import Request
 from .trainers import check
@@ -53,7 +53,7 @@ class StudyPlan:
 
         Raises:
             LabError: The output is not a folder, or contains files but no readable `study.yaml`, or a study with other
-                settings or images, or a run with other options, or a link in place of a run or in the folder of a run.
+                settings or images, or a run with other options.
         """
         def key(point: Mapping[str, Any]) -> tuple:
             return point["cell"], point["connection"], point["seed"]
@@ -67,7 +67,6 @@ class StudyPlan:
             if folder.is_dir() and {*os.listdir(folder)} - {".lock"}:
                 refuse_difference(run_identity(Variant.read(folder)), run_identity(run),
                                   f"{folder} is a run with other options", "choose another --output, or remove it")
-        refuse_links(*(self.folder / point["run"] for point in points))
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": study, "places": points}
@@ -93,9 +92,7 @@ class StudyPlan:
         refuse_difference(stored["settings"], self.settings, f"{self.folder} has other settings", advice)
         there, here = (study.get("data") or {} for study in (stored["study"], self.study))
         if there and here:
-            # the default size of a model changes if timm or pretrained.py changes its configuration
-            keys = (*_OF_IMAGES, "image_size") if self.study["name"] == COMPARISON else _OF_IMAGES
-            there, here = ({key: data.get(key) for key in keys} for data in (there, here))
+            there, here = ({key: data.get(key) for key in _OF_IMAGES} for data in (there, here))
             refuse_difference(there, here, f"{self.folder} has runs on other images", advice)
         return stored
 
@@ -150,8 +147,8 @@ def plan(request: Request) -> StudyPlan:
     study = _description(request, requested, seeds, variants)
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
     if source is not None:
-        study["data"] = {**_data_of(source, sizes), "on_device": _on_device(variants)}
-        study["dataset"] = _qualified(study["dataset"], source.num_classes)
+        on_device = any(vars(variant.options).get("device_images") for variant in variants)
+        study["data"] = {**_data_of(source, sizes), "on_device": on_device}
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
     return StudyPlan(folder, settings, study, points, runs, left_out, parameters)
@@ -195,10 +192,63 @@ def _description(
         "connections": list(dict.fromkeys(variant.connection for variant in variants)),
         "seeds": list(seeds),
         "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
-        "changed": deviations(design, requested, seeds),
+        "changed": not_as_in_the_paper(design, requested, seeds),
         "validation": "hold-out" if design.hold_out else "test",
         "command": request.command,
     }
+
+
+def not_as_in_the_paper(design: Design, requested: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    """Return a line such as `Not as in the paper (its value in brackets): epochs 15 (300)`.
+
+    Runs are compared with the study at scale `paper`, on the same data set, or else on the first of the paper's. The
+    list is empty if nothing differs, or if the study has no table of the paper or no scale `paper`.
+
+    Args:
+        design: The study at the scale of the runs.
+        requested: timm's options from the command line, as for `Design.expand`.
+        seeds: The seeds of the runs.
+    """
+    if not design.paper:
+        return []
+    own = requested.get("dataset", "").rpartition("/")[2]
+    data = own if own in design.paper_data else next(iter(design.paper_data), None)
+    try:
+        paper = load(design.source, "paper")
+        there = paper.variants({"dataset": data, "device": "cpu"} if data else {})
+    except UserError:  # a user's study may have no scale `paper`
+        return []
+    here, stated = design.variants(requested), paper.seeds_on(data)
+    changed = [f"data set {own or 'a folder of images'} ({' or '.join(design.paper_data)})"] * (data != own)
+    changed += [f"seeds {len(seeds)} ({stated})"] * (len(seeds) != stated)
+    changed += [f"values of {axis}" for axis, values in design.axes.items() if values != paper.axes.get(axis, values)]
+    changed += _options_that_differ(here, there)
+    lines = [f"Not as in the paper (its value in brackets): {', '.join(changed)}."] if changed else []
+    own_recipes = dict.fromkeys(variant.recipe for variant in here if variant.recipe in recipes.names())
+    return [*lines, "timm lacks some options of the paper. The recipes explain the nearest values: timm-ortho recipe "
+                    f"{', '.join(own_recipes)}."] if own_recipes else lines
+
+
+def _options_that_differ(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[str]:
+    """Yield the options that differ from those of the paper's variant of the same cell, with values if all agree."""
+    texts: dict[str, set[str]] = {}
+    for variant in here:
+        one, other = map(_options, (variant, next((each for each in there if each.cell == variant.cell), there[0])))
+        for name in dict.fromkeys([*one, *other]):
+            if one.get(name) != other.get(name):
+                texts.setdefault(name, set()).add(f"{name} {one.get(name, 'default')} ({other.get(name, 'default')})")
+    for name, of_cells in texts.items():
+        text = of_cells.pop() if len(of_cells) == 1 else ""
+        yield text if 0 < len(text) < 40 else name
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    """Return the settings to compare: architecture, arguments of the model, and timm's options of the training."""
+    options = {key: value for key, value in vars(variant.options).items()
+               if key not in options_with("about", "machine", "data")}
+    kwargs = {key: value for key, value in variant.options.model_kwargs.items()
+              if not key.startswith("connection") and key != "img_size"}  # img_size is also one of timm's options
+    return {"architecture": base_name(variant.options.model), **kwargs, **options}
 
 
 def _weights(variant: Variant) -> str:
@@ -209,13 +259,10 @@ def _weights(variant: Variant) -> str:
     return options.get("initial_checkpoint") or pretrained or ""
 
 
-def _data_of(source: Source, sizes: Sequence[tuple[list[int], str]]) -> dict:
+def _data_of(source: Source, sizes: Sequence[list[int]]) -> dict:
     """Return the properties of the data set for a report. `image_size` is None if the models' image sizes differ."""
-    (size, origin), *others = sizes
-    alike = all(other == size for other, _ in others)
     return {
-        "image_size": size if alike else None,
-        "size_from": origin if alike else "each model's default",
+        "image_size": sizes[0] if all(size == sizes[0] for size in sizes) else None,
         "first_image": source.first_size and list(source.first_size),
         "channels": source.in_chans,
         "classes": source.num_classes,
@@ -224,14 +271,3 @@ def _data_of(source: Source, sizes: Sequence[tuple[list[int], str]]) -> dict:
         "validation_split": source.validation_name,
         "fingerprint": source.fingerprint,
     }
-
-
-def _on_device(variants: Sequence[Variant]) -> bool:
-    """Return whether images of any run are stored on its device, see `lab.device_images`."""
-    return any(vars(variant.options).get("device_images") for variant in variants)
-
-
-def _qualified(dataset: str, classes: int) -> str:
-    """Return the name of a data set. If the number of classes is not that of the paper's data set, append it."""
-    expected = numbers()["datasets"].get(dataset, {}).get("classes", classes)
-    return dataset if classes == expected else f"{dataset} ({classes} classes)"

@@ -20,7 +20,7 @@ from ...models.coverage import why_left_out
 from ...run_folder import check_modules
 from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..paper import recipes
-from ..train_options import RANGES, defaults, known_options, timm_options
+from ..train_options import defaults, known_options, timm_options
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 
@@ -63,7 +63,7 @@ def resolve(values: Mapping[str, Any]) -> Namespace:
         values: Options by name, from a recipe or the command line. They are converted to the options' types.
 
     Raises:
-        LabError: An option is unknown, has a wrong type or is outside its range.
+        LabError: An option is unknown or has a wrong type.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
@@ -137,7 +137,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Return a value converted to its option's type, and check its range.
+    """Return a value converted to its option's type.
 
     YAML loads 1e-3 as text; as in timm, it becomes a number.
     """
@@ -151,9 +151,6 @@ def _typed(key: str, value: Any) -> Any:
         value = _scalar(key, option["type"], value)
     if "choices" in option and value not in option["choices"]:
         raise LabError(f"option '{key}' is {value!r}, but must be one of {str(option['choices'])[1:-1]}")
-    for expected, fits, names in RANGES:
-        if key in names.split() and not fits(value):
-            raise LabError(f"option '{key}' is {value!r}, but must be {expected}")
     return value
 
 

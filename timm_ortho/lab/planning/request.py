@@ -58,17 +58,9 @@ class Request:
             if variants and axis not in cells[0]:
                 raise LabError(f"--only {axis}: the study has no such axis, only {', '.join(cells[0])}")
             known = list(dict.fromkeys(cell[axis] for cell in cells))
-            values = [text] if text in known else [
-                word if word in known else _as_value_text(word) for word in text.split(",") if word]
+            values = [text] if text in known else [word for word in text.split(",") if word]
             if not set(values) <= set(known):
                 raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
             selected.setdefault(axis, []).extend(values)
         return [variant for variant, cell in zip(variants, cells, strict=True)
                 if all(cell[axis] in values for axis, values in selected.items())]
-
-
-def _as_value_text(word: str) -> str:
-    try:
-        return value_text(float(word))  # 1e-06 and 0.000001 both become 1e-6
-    except ValueError:
-        return word

@@ -6,7 +6,6 @@ from typing import Any, Mapping, Sequence
 from ..._text import aligned, did_you_mean
 from .. import LabError, read_user_yaml, shipped_files
 
-COST_STUDIES = ("overhead", "parameters", "gamma")  # tables of costs, which `lab.costs` measures without training
 SCALES = ("smoke", "small", "paper")
 
 
@@ -27,8 +26,6 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
         if name.endswith((".yaml", ".yml")) or "/" in name:
             raise LabError(f"there is no file {name}: a study of your own is a YAML file, and timm-ortho study list "
                            "has the names of the others")
-        if name in COST_STUDIES:
-            raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
         raise LabError(f"there is no study '{name}'{did_you_mean(name, shipped())} (see timm-ortho study list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:

@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing import get_context, parent_process, set_start_method
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
-from tqdm import tqdm
 
 from ...run_folder import LOG, SUMMARY, is_local, own_modules
 from .. import LabError
@@ -32,20 +32,16 @@ from ..folder import (
 )
 from . import run as run_module
 
-_SECONDS_BETWEEN_LINES = 20  # at least this long between two lines of progress, if the output is not a terminal
+_SECONDS_BETWEEN_LINES = 20  # at least this long between two lines about finished epochs
 ATTEMPTS = 3  # a run is started at most this many times, if its process dies
 
 
-def _reports_no_width() -> bool:
-    """Return whether the output is a terminal that reports 0 columns, on which tqdm prints nothing."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns == 0
-    except (OSError, ValueError):  # the output is not a terminal, or not a file
-        return False
+def _write(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Progress:
-    """Show the finished epochs of all runs: as one bar, or as lines if the output is not a terminal of known width."""
+    """Print finished epochs and finished runs."""
 
     def __init__(self, root: Path, runs: Mapping[str, Variant]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
@@ -54,17 +50,8 @@ class _Progress:
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.written = time.monotonic(), -math.inf
-        # disable=None shows the bar only if the output is a terminal
-        disable = _reports_no_width() or None
-        self.bar = tqdm(
-            total=self.total, initial=self.before, leave=False, disable=disable, dynamic_ncols=True,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
-            self.write(f"{len(self.finished)} of {len(runs)} runs are already finished")
-
-    def write(self, text: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(text, file=sys.stderr)
+            _write(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
     def fail(self, name: str, error: Optional[str], ended: str, pid: Optional[int] = None) -> None:
         """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`.
@@ -78,13 +65,10 @@ class _Progress:
         reason = error or with_last_words(self.root / name, ended)
         run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{reason}, see {self.root / name / LOG}"
-        self.write(f"timm-ortho: {name} failed: {self.failed[name]}")
+        _write(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
-        """Show the last finished epoch of each named run that has finished an epoch since the last call.
-
-        Without a terminal, at most one line in `_SECONDS_BETWEEN_LINES` is printed, and all others are skipped.
-        """
+        """Print the last epoch of a named run that has new epochs, at most one line in `_SECONDS_BETWEEN_LINES`."""
         for name in names:
             run = self.runs[name]
             files = [self.root / name / stage.folder / SUMMARY for stage in run.stages]
@@ -92,22 +76,15 @@ class _Progress:
             if size == self.sizes.get(name):
                 continue
             self.sizes[name], rows = size, history(self.root / name, run)
-            if epochs_done(rows) > self.epochs[name]:
-                self.epochs[name], loss = epochs_done(rows), rows[-1].get("train_loss")
-                self._show(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, "
-                           f"loss {'nan' if loss is None else format(loss, '.3f')}, "
-                           f"{top1_text(rows[-1].get('eval_top1'))}")
-        self.bar.refresh()  # updates the elapsed time
-
-    def _show(self, text: str) -> None:
-        done, now = sum(self.epochs.values()), time.monotonic()
-        if not self.bar.disable:
-            self.bar.n = done
-            self.bar.set_description_str(f"; {text}", refresh=False)
-        elif now - self.written >= _SECONDS_BETWEEN_LINES:
-            self.written = now
-            left = (now - self.began) / max(1, done - self.before) * (self.total - done)
-            self.write(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
+            if epochs_done(rows) <= self.epochs[name]:
+                continue
+            self.epochs[name], now = epochs_done(rows), time.monotonic()
+            if now - self.written < _SECONDS_BETWEEN_LINES:
+                continue
+            self.written, done, loss = now, sum(self.epochs.values()), rows[-1].get("train_loss")
+            left = timedelta(seconds=round((now - self.began) / max(1, done - self.before) * (self.total - done)))
+            _write(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, loss {'nan' if loss is None else f'{loss:.3f}'}, "
+                   f"{top1_text(rows[-1].get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""
@@ -115,7 +92,7 @@ class _Progress:
         self.epochs[name] = self.runs[name].epochs
         result = record(self.root / name).result or {}
         seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-        self.write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result.get('top1'))}{seconds}")
+        _write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result.get('top1'))}{seconds}")
 
 
 class Terminated(KeyboardInterrupt):
@@ -184,7 +161,7 @@ def local(root: Path, runs: Mapping[str, Variant], parallel: int = 1, threads: i
                 if found.result is not None:
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
-                    progress.write(f"timm-ortho: {name} {ended}; it is started again")
+                    _write(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
                     progress.fail(name, error, f"its process {ended}", process.pid)
@@ -193,7 +170,6 @@ def local(root: Path, runs: Mapping[str, Variant], parallel: int = 1, threads: i
             process.terminate()
         for process in at_work:
             process.join()
-        progress.bar.close()
     return progress.failed
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from ..._compat import submission_script
 from ..._text import error_text
 from ...run_folder import LOG
-from .. import LabError, write_text
+from .. import LabError
 from ..folder import Variant, is_at_work, record, save, work_on
 from . import run as run_module
 from .launcher import waiting, words_of
@@ -83,15 +82,6 @@ class Slurm:
             additional_parameters=dict(self.options), **({"gpus_per_node": run.gpus} if run.gpus else {}))
         return executor
 
-    def script(self, root: Path, runs: Mapping[str, Variant]) -> Path:
-        """Write the script that submitit would pass to sbatch, for the user to inspect, and return its path."""
-        executor = self.executor(root, next(iter(runs.values())))
-        executor.parameters["map_count"] = len(runs)
-        path = root / ".slurm" / "plan.sbatch"
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, submission_script(executor))
-        return path
-
     def submit(self, root: Path, runs: Mapping[str, Variant]) -> str:
         """Submit the runs that are neither finished nor in the queue. Return a line with the numbers of runs.
 
@@ -104,21 +94,15 @@ class Slurm:
         todo = [name for name in unfinished if not _is_queued(root / name, queue)]
         if todo:
             task = _Task(["--threads", str(self.threads), *words_of([runs[name] for name in todo])])
-            jobs = _map_array(executor, task, [str((root / name).absolute()) for name in todo])
+            try:
+                jobs = executor.map_array(task, [str((root / name).absolute()) for name in todo])
+            except RuntimeError as error:  # submitit's FailedJobError is one
+                raise LabError(f"sbatch failed: {error_text(error)}") from None
             for name, job in zip(todo, jobs, strict=True):
                 with suppress(LabError), work_on(root / name, wait=1):  # a job that has started has stored its id
                     save(root / name, replace(record(root / name), job=job.job_id))
         return (f"{len(todo)} runs submitted, at most {self.parallel} at the same time; {len(unfinished) - len(todo)} "
                 f"were already in the queue, {len(runs) - len(unfinished)} are finished")
-
-
-def _map_array(executor: Any, task: _Task, folders: Sequence[str]) -> Sequence[Any]:
-    from submitit.core.utils import FailedJobError
-
-    try:
-        return executor.map_array(task, folders)
-    except FailedJobError as error:
-        raise LabError(f"sbatch failed: {error_text(error)}") from None
 
 
 def _queue() -> set[str]:

@@ -84,8 +84,6 @@ def command(plan: Variant, stage: Stage, folder: Path) -> list[str]:
         words += ["--initial-checkpoint", str(before)]
     if last.is_file() or stage.begins_with == "checkpoint":
         words += ["--resume", str(last if last.is_file() else before)]
-    if stage.stop_epoch is not None and "--stop-epoch" in Path(plan.script).read_text(encoding="utf-8"):
-        words += ["--stop-epoch", str(stage.stop_epoch)]
     return words
 
 
@@ -117,7 +115,7 @@ def _epochs(checkpoint: Path) -> int:
 def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
     """Wait until the checkpoint has this many epochs or the script ends.
 
-    A script of an older timm has no --stop-epoch and would continue, so the caller ends its process.
+    The script would continue to the end of its schedule, so the caller ends its process.
     """
     seen = None
     while process.poll() is None:
