@@ -136,14 +136,15 @@ def checked_update(
         check_tensors(x, f, dims)
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
-    eager, learned = is_eager(x, f), isinstance(a, Tensor) or isinstance(b, Tensor)
-    name = requested_kernels(x, backend) if eager and not learned and not are(a, b, 1.0, 1.0) else None
+    learned, name = isinstance(a, Tensor) or isinstance(b, Tensor), None
+    if not (torch.compiler.is_compiling() or learned or are(a, b, 1.0, 1.0)):
+        name = requested_kernels(x, backend)
     if name is not None:
-        key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device,
-               None if dims is None else tuple(dims), eps, a, b, keep_branch, name)
-        y = by_kernels(key, name, lambda: _plan(x, f, dims, eps, a, b, keep_branch), x, f)
+        case = None if dims is None else tuple(dims), eps, a, b, keep_branch
+        y = by_kernels(case, name, lambda: _plan(x, f, dims, eps, a, b, keep_branch), x, f)
         if y is not None:
             return y
+    eager = is_eager(x, f)
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape
             or x.device != f.device or not x.is_floating_point() or not f.is_floating_point()):
@@ -172,16 +173,12 @@ def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> 
     Args:
         name: Name of the backend, from :func:`timm_ortho.update.backend.requested_kernels`.
     """
-    if type(norm) not in NORMS or has_hooks(norm) or hooks_saved_tensors() or not is_eager(x, f):
+    if type(norm) not in NORMS or has_hooks(norm) or hooks_saved_tensors():
         return None
     parameters = own_parameters(norm)
-    w, c = parameters.get("weight"), parameters.get("bias")
-    device = x.device
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, device, f.device, eps, name,
-           type(norm), norm.eps, norm.normalized_shape, type(w), None if w is None else w.dtype,
-           type(c), None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast)
-    return by_kernels(key, name, lambda: _norm_plan(x, f, eps, norm), x, f, w, c)
+    case = type(norm), eps, norm.eps, norm.normalized_shape, vars(norm).get("_fast_norm")
+    return by_kernels(
+        case, name, lambda: _norm_plan(x, f, eps, norm), x, f, parameters.get("weight"), parameters.get("bias"))
 
 
 def _is_learned(weight: Weight) -> bool:
@@ -195,7 +192,7 @@ def _plan(*arguments: Any) -> Any:
 
 
 def _norm_plan(*arguments: Any) -> Any:
-    from .update.norm import make_norm_plan
+    from .update.kernels import make_norm_plan
 
     return make_norm_plan(*arguments)
 

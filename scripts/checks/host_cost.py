@@ -30,7 +30,7 @@ from torch import nn
 
 from timm_ortho import FeatureConnection
 from timm_ortho.functional import use_backend
-from timm_ortho.update import backend, kernels, norm as norm_kernels
+from timm_ortho.update import backend, kernels
 
 WIDTH = 384
 RELATIVE_TO = {"connection": "add", "connection with norm": "add, norm"}
@@ -52,7 +52,7 @@ def without_launches() -> Iterator[None]:
 
     def use(launch: Any) -> None:
         backend.plans.clear()
-        kernels.Launch = norm_kernels.Launch = launch
+        kernels.Launch = launch
 
     use(NoLaunch)
     try:

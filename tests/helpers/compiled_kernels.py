@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from timm_ortho.update import kernels, norm
+from timm_ortho.update import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -111,7 +111,8 @@ def launches(size, keep_branch):
         yield "sums backward", plan.sum_backward, [dtype, dtype, parts]
     if size in NORMED and not keep_branch:
         x = x[..., 0]
-        plan = norm.NormPlan(x, x, 1e-6, 1e-6, True, x.dtype, [torch.float32] * 2)
+        norm = kernels.Norm(1e-6, True, x.dtype, torch.float32, torch.float32)
+        plan = kernels.Plan(x, x, [-1], 1e-6, norm=norm)
         yield "norm forward", plan.forward[True], [dtype, dtype, *sums, dtype, *sums, dtype, "fp32", None]
         yield "norm backward", plan.backward_launch, [dtype] * 4 + [*sums, "fp32", "fp32", dtype, dtype, "fp32"]
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .._checks import check_tensors, known_name
 from .._compat import has_hooks, is_eager, own_parameters
+from . import node
 from .gradient import KernelFailed
 
 BACKENDS = ("auto", "torch", "triton")
@@ -162,28 +163,46 @@ plans: Dict[Tuple[Any, ...], Any] = {}
 _passed: Dict[Tuple[Any, ...], bool] = {}  # whether the kernels passed the test, by device, dtypes and kind of kernel
 
 
-def by_kernels(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor, *tensors: Optional[Tensor]) -> Any:
+def by_kernels(
+        case: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor, f: Tensor, *parameters: Optional[Tensor],
+) -> Any:
     """Return what kernels compute for tensors, or None if torch computes it.
 
     Unless the kernels were requested by name, the first plan of its kind is tested.
 
     Args:
-        key: Key in :data:`plans`.
+        case: What a plan depends on, except for its tensors.
         name: Name of the backend, from :func:`requested_kernels`.
         make: Returns a plan, or None if there are no kernels.
-        x: Stream.
-        tensors: The other arguments of the plan.
+        x, f: Stream and branch output.
+        parameters: Weight and bias of the norm that follows, if any.
     """
+    cpp = uses_cpp()
+    if cpp:
+        outputs = node.call(case, x, f, *parameters)
+        if outputs is not None:
+            return outputs
+    if not is_eager(x, f):
+        return None
+    key: Tuple[Any, ...] = (
+        case, name, x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device)
+    if parameters:
+        device = x.device.type  # the dtype of a norm's result depends on autocast
+        key = *key, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device), *(
+            p if p is None else (type(p), p.dtype) for p in parameters)
     plan = plans.get(key)
     if plan is None:
         plan = _add_plan(key, name, make, x)
     if not plan:
         return None
     try:
-        return plan(x, *tensors, cpp=uses_cpp())
+        outputs = plan(x, f, *parameters)
     except KernelFailed as error:
         plan.fails(error)
         return None
+    if cpp and not plan.in_cpp and plan.forward[True].compiled and plan.backward_launch.compiled:
+        node.add(case, plan, x, f, *(parameters or (None, None)))
+    return outputs
 
 
 def _add_plan(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor) -> Any:

@@ -61,7 +61,7 @@ class KernelUpdate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return ctx.plan.backward(ctx.saved_tensors, grads, ctx.needs_input_grad)
+        return ctx.plan.backward(ctx.saved_tensors, grads)
 
 
 def torch_gradients(

@@ -19,19 +19,21 @@ dominates small models. Sums have a fixed order and use no atomics, so results a
 synchronise the device and can be captured in a CUDA graph.
 """
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._checks import check_tensors
-from .._compat import current_cuda_device, hooks_saved_tensors, is_eager, raw_cuda_stream
+from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
-from . import formula
-from .gradient import KernelFailed, KernelUpdate, torch_gradients
-from .node import make_node
+from .backend import NORMS, has_kernels
+from .formula import formula
+from .gradient import KernelFailed, KernelUpdate
+from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel, normalised
 
 LONGEST_ROW, LONGEST_COLUMN = 8192, 2048  # longest projections in one tile
 TILE = 512  # elements of each tensor in a tile of rows (at least one row): one warp then sums a row without a barrier
@@ -280,6 +282,16 @@ def view_of(x: Tensor, f: Tensor, dims: Sequence[int]) -> Optional[Tuple[int, in
         size=[1 if axis in reduced else size for axis, size in enumerate(x.shape)], stride=tuple(strides))
 
 
+class Norm(NamedTuple):
+    """What the kernels compute of the norm after an update, see :mod:`timm_ortho.update.norm`."""
+
+    eps: float
+    centered: bool  # whether the norm subtracts the mean (LayerNorm)
+    dtype: torch.dtype  # of the result
+    weight: Optional[torch.dtype]  # None without a weight
+    bias: Optional[torch.dtype]
+
+
 class Plan:
     """What an update needs besides its tensors: everything that depends on shapes, strides, dtypes and numbers.
 
@@ -289,7 +301,7 @@ class Plan:
         eps: Added to |x|^2.
         a, b: Weights.
         keep_branch: Whether autograd saves f even if a = 0 and b = 1.
-        norm_eps, centered: See :class:`timm_ortho.update.norm.NormPlan`.
+        norm: The norm of y, for contiguous tensors ``[..., C]``, ``dims = [-1]``, a = 0 and b = 1.
 
     Attributes:
         recover: Whether the backward pass recovers f from y, which requires a = 0 and b = 1.
@@ -298,17 +310,17 @@ class Plan:
     """
 
     fails: Any
-    node: Any = None  # the autograd function in C++, False if there is none
-    norm: Any = None  # dtype of the norm's result
+    in_cpp = False  # whether timm_ortho.update.node has the plan
 
     def __init__(self, x: Tensor, f: Tensor, dims: Sequence[int], eps: float, a: float = 0.0, b: float = 1.0,
-                 keep_branch: bool = False, norm_eps: float = 0.0, centered: bool = False) -> None:
-        self.dims, self.eps, self.a, self.b = list(dims), eps, float(a), float(b)
+                 keep_branch: bool = False, norm: Optional[Norm] = None) -> None:
+        self.dims, self.eps, self.a, self.b, self.norm = list(dims), eps, float(a), float(b), norm
         self.recover = not keep_branch and a == 0.0 and b == 1.0
         self.strides, self.device = x.stride(), x.device
         self.stream_dtype, self.branch_dtype, self.dtype = x.dtype, f.dtype, torch.promote_types(x.dtype, f.dtype)
         outer, width, inner, sums = view_of(x, f, dims)  # type: ignore[misc]
-        self.view, self.sums = (outer, width, inner), dict(**sums, dtype=torch.float32, device=x.device)
+        numbers = dict(dtype=torch.float32, device=x.device)
+        self.view, self.sums = (outer, width, inner), dict(**sums, **numbers)
         block_w, unit = triton.next_power_of_2(width), math.gcd(width if inner == 1 else inner, 16)
         block_p, pieces, per_thread = 1, 1, PER_THREAD
         if inner > 1:
@@ -329,52 +341,61 @@ class Plan:
         self.warps = min(16, max(1, block_p * block_w // (32 * per_thread)))
         self.constants = outer, width, inner, pieces, self.kind, unit, block_p, block_w, triton.next_power_of_2(pieces)
         if self.kind == "long":
-            self.parts = dict(size=(2, outer * pieces), dtype=torch.float32, device=x.device)
+            self.parts = dict(size=(2, outer * pieces), **numbers)
             self.sum_forward, self.sum_backward = (
                 Launch(sums_kernel, outer * pieces, self.warps, (width, pieces, piece_width, unit, block_w, squares),
                        x.device) for squares in (True, False))
-        weights = self.b, self.a - self.b
-        self.forward = {keep: self.launch(update_kernel, *weights, eps, norm_eps, *self.constants, centered)
+        weights, centered = (self.b, self.a - self.b), norm is not None and norm.centered
+        forward = *weights, eps, norm.eps if norm else 0.0, *self.constants, centered
+        self.forward = {keep: Launch(update_kernel, self.programs, self.warps, forward, x.device)
                         for keep in (False, True)}
-        self.backward_launch = self.launch(gradients_kernel, *weights, *self.constants, self.recover)
         self.case: Tuple[Any, ...] = (x.device, x.dtype, f.dtype, self.kind)
+        if norm is None:
+            self.backward_launch = Launch(gradients_kernel, self.programs, self.warps,
+                                          (*weights, *self.constants, self.recover), x.device)
+            return
+        self.case = *self.case, "norm", *norm[1:]
+        warps = max(1, block_p * block_w // (32 * BACKWARD_PER_THREAD))
+        programs = self.programs
+        if x.is_cuda:
+            at_once = torch.cuda.get_device_properties(x.device).multi_processor_count * WARPS // warps
+            programs = min(programs, at_once)
+        self.backward_launch = Launch(norm_gradients_kernel, programs, warps,
+                                      (outer, width, centered, unit, block_p, block_w), x.device)
+        self.moments, self.norm_parts = dict(size=(2, outer), **numbers), dict(size=(2, programs, width), **numbers)
 
-    def launch(self, kernel: Any, *constants: Any) -> Launch:
-        return Launch(kernel, self.programs, self.warps, constants, self.device)
-
-    def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor], cpp: bool = False) -> Any:
-        """Return y, or y and h. The autograd function is in C++ if ``cpp`` and if it can be."""
+    def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
+        """Return y, or y and h."""
         if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or any(
                 p is not None and p.requires_grad for p in parameters)):
-            outputs = self.in_cpp(x, f, *parameters) if cpp else None
-            if outputs is None:
-                outputs = KernelUpdate.apply(x, f, self, *parameters)
+            outputs = KernelUpdate.apply(x, f, self, *parameters)
         else:
             outputs, _ = self.update(x, f, *parameters, keep=False)
-        return outputs[0] if len(outputs) == 2 else outputs[:2]
+        return outputs[0] if self.norm is None else outputs[:2]
 
-    def in_cpp(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
-        """Return the outputs of the autograd function in C++, or None if that in Python must compute them."""
-        if self.node is None and self.forward[True].compiled and self.backward_launch.compiled:
-            self.node = self.kind != "long" and make_node(self)
-        if not self.node or hooks_saved_tensors() or is_hooked(update_kernel):
-            return None
-        return self.node(x, f, *parameters)
+    def update(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None, keep: bool = True,
+               ) -> Tuple[Any, Any]:
+        """Return the outputs of the autograd function, ``(y, s)`` or ``(y, h, s)``, and the tensors to save.
 
-    def update(self, x: Tensor, f: Tensor, keep: bool = True) -> Tuple[Any, Any]:
-        """Return the outputs ``(y, s)`` of the autograd function, and the tensors to save; only y unless ``keep``."""
+        Unless ``keep``, s is None.
+        """
         y = torch.empty_like(x, dtype=self.dtype)
-        s = n = parts = None
+        s = n = h = moments = parts = None
         if keep:
             s = torch.empty_strided(**self.sums)
             n = torch.empty_like(s)
+        if self.norm is not None:
+            h = torch.empty_like(x, dtype=self.norm.dtype)
+            moments = torch.empty(**self.moments) if keep else None
         if self.kind == "long":
             parts = torch.empty(**self.parts)
             self.sum_forward(x, f, parts)
-        self.forward[keep](x, f, None, None, y, s, n, None, None, parts)
-        return (y, s), (x, y if self.recover else f, s, n)
+        self.forward[keep](x, f, w, c, y, s, n, h, moments, parts)
+        if h is None:
+            return (y, s), (x, y if self.recover else f, s, n)
+        return (y, h, s), (x, y, s, n, w, moments)
 
-    def backward(self, saved: Any, grads: Any, needed: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
+    def backward(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
         """Return the gradients of the inputs of the autograd function, by kernels if possible."""
         if grads[0] is not None and grads[-2] is not None and grads[-1] is None and (
                 not torch.is_grad_enabled() and is_eager(*grads) and self.takes(saved)):
@@ -382,65 +403,100 @@ class Plan:
                 return self.gradients(saved, grads)
             except KernelFailed as error:
                 self.fails(error)
-        return self.torch_gradients(saved, grads, needed)
+        if not any(g is not None for g in grads):
+            return 5 * (None,)
+        x, kept, s, *_ = saved
+        f = (kept - (1.0 - s) * x).to(self.branch_dtype) if self.recover else kept  # y and s are functions of f
+        return self.torch_gradients(x, f, saved[4] if self.norm else None, grads)
 
     def takes(self, saved: Sequence[Tensor]) -> bool:
         """Return whether saved tensors are unchanged. Hooks of saved tensors may change strides and dtypes."""
+        if self.norm is not None:
+            return True  # no hooks, see timm_ortho.functional.update_with_norm
         x, kept, s, n = saved
         kept_dtype = self.dtype if self.recover else self.branch_dtype
         return (x.dtype == self.stream_dtype and kept.dtype == kept_dtype and s.dtype == n.dtype == torch.float32
                 and x.stride() == kept.stride() == self.strides and s.stride() == n.stride() == self.sums["stride"])
 
     def gradients(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
-        """Return dL/dx, dL/df and None, by kernels."""
-        x, kept, s, n = saved
+        """Return dL/dx, dL/df, None, and dL/dw and dL/dc of the norm, by kernels."""
+        x, kept, s, n, *more = saved
         g = self.placed(grads[0])
         grad_x, grad_f = torch.empty_like(x), torch.empty_like(x, dtype=self.branch_dtype)
         parts = None
-        if self.kind == "long":
-            parts = torch.empty(**self.parts)
-            self.sum_backward(x, g, parts)
-        self.backward_launch(x, kept, g, s, n, grad_x, grad_f, parts)
-        return grad_x, grad_f, None
+        if self.norm is None:
+            if self.kind == "long":
+                parts = torch.empty(**self.parts)
+                self.sum_backward(x, g, parts)
+            self.backward_launch(x, kept, g, s, n, grad_x, grad_f, parts)
+            return grad_x, grad_f, None
+        w, moments = more
+        if w is not None:
+            parts = torch.empty(**self.norm_parts)
+        self.backward_launch(x, kept, g, self.placed(grads[1]), s, n, w, moments, grad_x, grad_f, parts)
+        if parts is None:
+            return grad_x, grad_f, None, None, None
+        grad_w, grad_c = parts.sum(1).unbind()  # to iterate over a tensor takes twice as long
+        bias = self.norm.bias
+        return grad_x, grad_f, None, grad_w.to(self.norm.weight), None if bias is None else grad_c.to(bias)
 
     def placed(self, g: Tensor) -> Tensor:
         """Return a gradient with the strides of the stream."""
         return g if g.stride() == self.strides else torch.empty_strided(
             g.shape, self.strides, dtype=g.dtype, device=g.device).copy_(g)
 
-    def torch_gradients(self, saved: Any, grads: Any, needed: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
-        """Return dL/dx, dL/df and None, by operations that autograd can record."""
-        x, kept, s, n = saved
-        return *torch_gradients(
-            x, kept, *grads, s, n, self.a, self.b, self.dims, self.eps, self.recover, self.branch_dtype,
-            (needed[0], needed[1], False, False))[:2], None
+    # ------------------------------------------------------- by torch: unusual backward passes, and the kernels' test
+    def by_torch(self, x: Tensor, f: Tensor, w: Any = None, c: Any = None) -> Sequence[Tensor]:
+        """Return the outputs of the autograd function, by operations that autograd can record."""
+        y, xf, n = formula(x, f, self.a, self.b, self.dims, self.eps)
+        y = y.to(self.dtype)
+        if self.norm is None:
+            return y, xf / n
+        h = normalised(y, self.norm.eps, self.norm.centered)
+        h = h if w is None else h * w
+        return y, (h if c is None else h + c).to(self.norm.dtype), xf / n
 
-    # ------------------------------------------------------------------------------ for the test of the kernels
-    def small(self) -> Tuple["Plan", Sequence[Tensor]]:
-        """Return a plan for a few projections, with the same kernels, and its inputs."""
-        outer, width, inner = self.view
-        x, f = (waves((min(outer, 5), width, inner), dtype, self.device, i) for i, dtype in enumerate(
-            (self.stream_dtype, self.branch_dtype)))
-        return Plan(x, f, [1], self.eps, self.a, self.b, not self.recover), (x, f)
-
-    def by_torch(self, x: Tensor, f: Tensor) -> Sequence[Any]:
-        """Return y, s and n, by operations of torch."""
-        return formula.update(x, f, self.a, self.b, self.dims, self.eps)
+    def torch_gradients(self, x: Tensor, f: Tensor, w: Optional[Tensor], grads: Sequence[Optional[Tensor]],
+                        ) -> Tuple[Optional[Tensor], ...]:
+        """Return what :meth:`gradients` returns. Autograd can record it."""
+        recorded, affine = torch.is_grad_enabled(), self.norm is not None and self.norm.bias is not None
+        c = torch.zeros_like(w) if w is not None and affine else None
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            inputs = [t if t is None else t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_()
+                      for t in (x, f, w, c)]
+            pairs = [pair for pair in zip(self.by_torch(*inputs), grads, strict=True) if pair[1] is not None]
+            outputs, upstream = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(
+                outputs, [t for t in inputs if t is not None], upstream, create_graph=recorded, allow_unused=True))
+        grad_x, grad_f, *of_norm = (None if t is None else next(found) for t in inputs)
+        return (grad_x, grad_f, None, *of_norm)[:3 if self.norm is None else 5]
 
     def problem(self) -> str:
         """Compare kernels with torch, forward and backward, on a few projections, and return the problem or ""."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            small, inputs = self.small()
-            (*results, _), saved = small.update(*inputs)
-            grads = *(waves(y.shape, y.dtype, self.device, seed) for seed, y in enumerate(results, 2)), None
-            measured = *results, *saved[2:4], *small.gradients(saved, grads)
-            expected = *small.by_torch(*inputs), *small.torch_gradients(saved, grads, 5 * [True])
+        outer, width, inner = self.view
+        size, dtypes = (min(outer, 5), width, inner), [self.stream_dtype, self.branch_dtype]
+        norm = self.norm
+        inputs = [waves(size[:2] if norm else size, dtype, self.device, i) for i, dtype in enumerate(dtypes)]
+        plan = Plan(*inputs[:2], [1], self.eps, self.a, self.b, not self.recover, norm)
+        parameters = norm[3:] if norm else (None, None)
+        inputs += [dtype and waves(size[1:2], dtype, self.device, i) for i, dtype in enumerate(parameters)]
+        with torch.no_grad():
+            outputs, saved = plan.update(*inputs)
+            grads = [waves(y.shape, y.dtype, self.device, i) for i, y in enumerate(outputs[:-1], 2)] + [None]
+            measured = *outputs, *plan.gradients(saved, grads)
+            # a checkpoint's hooks would count the tensors that this comparison saves
+            with torch.autocast(self.device.type, enabled=False), saved_tensors_hooks(_same, _same):
+                expected = *plan.by_torch(*inputs), *plan.torch_gradients(*inputs[:3], grads)
             worst = 0.0  # largest error divided by the tolerance, which is relative to the largest value
             for result, value in zip(measured, expected, strict=True):
                 if result is not None:
                     allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max()
                     worst = max(worst, ((result - value).abs().max() / allowed).nan_to_num(math.inf).item())
         return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
@@ -453,3 +509,15 @@ def make_plan(x: Tensor, f: Tensor, dims: Optional[List[int]], *arguments: Any) 
     """Return the plan of an update, or None if there are no kernels for it."""
     dims = check_tensors(x, f, dims)
     return None if view_of(x, f, dims) is None else Plan(x, f, dims, *arguments)
+
+
+def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Optional[Plan]:
+    """Return the plan of an update and the norm after it, or None if there are no kernels for them."""
+    weight, bias = (p if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias")))
+    if not (has_kernels(norm) and x.shape == f.shape and norm.normalized_shape == x.shape[-1:] and x.is_contiguous()
+            and f.is_contiguous() and {x.dtype, f.dtype, weight, bias} <= {*DTYPES, None} and x.device == f.device
+            and 1 < x.shape[-1] <= LONGEST_NORM and x.numel()):
+        return None
+    with torch.no_grad():  # the norm itself decides on the dtype of its result
+        dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
+    return Plan(x, f, [-1], eps, norm=Norm(norm.eps, NORMS[type(norm)], dtype, weight, bias))

@@ -7,17 +7,20 @@ while hooks of saved tensors or of kernels are active. The backward pass in C++ 
 batched gradients, and inside dispatch modes.
 """
 import functools
+import math
 import struct
 import warnings
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Dict, Optional, Tuple
 
 import torch
+from torch import Tensor
 
 from .._text import error_text
 
 MOST_NODES = 256  # graphs may need a node after its plan is forgotten, so nodes are kept
-_nodes: List[Any] = []
+_plans: Dict[Tuple[Any, ...], Any] = {}  # the plans in C++ of calls that agree in everything but their tensors
+_count = 0
 
 
 @functools.cache
@@ -27,7 +30,11 @@ def extension() -> Any:
         from torch.utils import cpp_extension  # imports setuptools
 
         name = "timm_ortho_node_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
-        return cpp_extension.load(name, [str(Path(__file__).with_name("node.cpp"))], extra_cflags=["-O2"])
+        module = cpp_extension.load(name, [str(Path(__file__).with_name("node.cpp"))], extra_cflags=["-O2"])
+        import triton
+
+        module.hooks = triton.knobs.runtime
+        return module
     except Exception as error:  # noqa: BLE001 of the compiler, ninja, the file system or the linker
         warnings.warn(f"timm_ortho's node in C++ could not be built ({error_text(error, named=True)}). It needs a C++ "
                       "compiler, ninja and a release of torch after 2.10. Python is used instead", RuntimeWarning,
@@ -35,21 +42,28 @@ def extension() -> Any:
         return None
 
 
-def make_node(plan: Any) -> Any:
-    """Return a function with the arguments x, f and the parameters of the norm, and the outputs of ``KernelUpdate``.
+def call(case: Tuple[Any, ...], x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None) -> Any:
+    """Return y, or y and the norm of y, or None if Python's function must compute them."""
+    plans = _plans.get(case)
+    return None if plans is None or extension().hooks.launch_enter_hook.calls else plans(x, f, w, c)
 
-    False if there is none for a :class:`timm_ortho.update.kernels.Plan` whose kernels are compiled.
-    """
-    module = extension() if len(_nodes) < MOST_NODES else None
+
+def add(case: Tuple[Any, ...], plan: Any, *tensors: Optional[Tensor]) -> None:
+    """Let :func:`call` use a :class:`timm_ortho.update.kernels.Plan` for tensors like these."""
+    global _count
+    plan.in_cpp = True
+    module = extension() if plan.kind != "long" and _count < MOST_NODES else None
     kernels = [_kernel(module, launch) for launch in (plan.forward[True], plan.backward_launch)] if module else [None]
     if module is None or None in kernels:
-        return False
-    norm = plan.norm
-    sizes = [[], []] if norm is None else [plan.moments["size"], plan.norm_parts["size"]]
-    _nodes.append(module.Plan(
-        plan, *kernels, plan.recover, norm is not None, plan.dtype, plan.branch_dtype, norm or plan.dtype,
-        plan.sums["size"], plan.sums["stride"], *sizes))
-    return _nodes[-1]
+        return
+    norm, size, stride = plan.norm, plan.sums["size"], plan.sums["stride"]
+    if case not in _plans:
+        _plans[case] = module.Plans()
+    dtypes = plan.dtype, plan.branch_dtype, norm.dtype if norm else plan.dtype
+    parts = plan.norm_parts["size"] if norm else []
+    _plans[case].add(module.Plan(
+        plan, *kernels, plan.recover, norm is not None, *dtypes, size, stride, parts, math.prod(size)), *tensors)
+    _count += 1
 
 
 def _kernel(module: Any, launch: Any) -> Any:
