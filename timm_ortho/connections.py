@@ -317,7 +317,7 @@ def name_of(connection: Union[str, Callable[..., Connection]]) -> str:
 
 
 def arguments_of(connection: Union[str, Callable[..., Connection]]) -> Dict[str, Any]:
-    """Return the arguments of a connection's constructor and their defaults, except those that ``connect`` sets.
+    """Return the arguments of a connection's constructor and their defaults, except the ones set by ``connect``.
 
     >>> arguments_of("global")
     {'eps': 1e-06, 'prob': 1.0, 'keep': 'output'}

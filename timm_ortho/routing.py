@@ -185,7 +185,7 @@ def library_of(cls: type) -> str:
 def subclass_of(block: type, method: str, source: str, *, name: str, module: str) -> type:
     """Return a subclass of a block class with another method, for example with :attr:`Route.source`.
 
-    ``name`` and ``module`` are those of the new class. A method that cannot be rebuilt raises a RoutingError.
+    ``name`` and ``module`` are attributes of the new class. A method that cannot be rebuilt raises a RoutingError.
     """
     filename = f"<{module}.{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

@@ -1,6 +1,6 @@
 """Write model cards from `template.md` with huggingface_hub's card classes.
 
-`_results` yields the rows of the results, `_facts` those of the model. The template has all sentences.
+`_results` yields the rows of the results, and `_facts` the rows of the model. The template has all sentences.
 """
 import json
 import re
@@ -54,12 +54,12 @@ class Subject:
     title: str  # heading; without `repo_id` also the name of the weights, such as `vit_test_ortho.digits`
     config: Mapping[str, Any]  # content of `config.json`: architecture, model_args, pretrained_cfg, num_classes
     parameters: int
-    repo_id: Optional[str] = None  # repository of the weights on the Hub, if they are there
+    repo_id: Optional[str] = None  # repository of the weights on the Hub, if any
     revision: Optional[str] = None  # None for main
     license: Optional[str] = None  # identifier of the Hub (`apache-2.0`), if the owner chose one
     base_model: Optional[str] = None  # repository of the weights that training started with
     about: str = ""  # Markdown below the summary, for example on the origin of the weights
-    limits: Sequence[str] = ()  # sentences for the section "Limits", before those of the template
+    limits: Sequence[str] = ()  # first sentences of the section "Limits"
     dataset: Optional[str] = None  # key of `DATASETS`, if there is no run
     imports: Sequence[str] = ()  # code after `import timm_ortho` that registers the author's classes
 

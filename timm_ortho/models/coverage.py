@@ -2,7 +2,7 @@
 
 ``python -m scripts.checks.survey`` builds every architecture (too slow at import time) and writes
 ``coverage.json``. If the file lists any ``covered`` architecture for a module of timm, all architectures of this module
-have variants, also those that a newer timm adds, except those under ``left_out``.
+have variants, except the names under ``left_out``. This includes architectures that a newer timm adds.
 """
 import json
 from functools import cache

@@ -30,7 +30,7 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
     timm itself would unpickle some files, which could run code. Weights are read from the safetensors of a folder
     (``source="local-dir"``) or of a repository (``source="hf-hub"``, or ``hf_hub_id`` without ``file``), or from any
-    ``file`` that :func:`load_state_dict` reads. A ``state_dict`` is loaded as it is. Weights that cannot be read, or
+    ``file`` that :func:`load_state_dict` reads. A ``state_dict`` is loaded unchanged. Weights that cannot be read, or
     that have a URL, raise a WeightsError.
     """
     if cfg.source == "local-dir":
