@@ -94,7 +94,7 @@ MEASURES = {
 
 TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogonal`
     "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "branch": "|f|²", "cosine": "cosine of x and f",
-    "s": "s of f", "s_added": "s of y − x", "rho": "ρ", "theta": "θ",
+    "s": "s of f", "s_added": "s of y − x",
 }
 
 
