@@ -103,12 +103,13 @@ def test_contexts_may_end_in_any_order():
 
 def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
     """Each thread has its own default backend, so contexts that end in another order leave no trace."""
-    entered, left = threading.Event(), threading.Event()
+    entered, left, inside = threading.Event(), threading.Event(), []
 
     def other():
         with use_backend("torch"):
             entered.set()
             left.wait(10)
+            inside.append(backends.default())
 
     before, thread = backends.default(), threading.Thread(target=other)
     thread.start()
@@ -118,7 +119,7 @@ def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
         left.set()
         thread.join()
         assert backends.default() == "triton"
-    assert during == backends.default() == before
+    assert (inside, during, backends.default()) == (["torch"], before, before)
 
 
 @needs_triton
