@@ -281,6 +281,23 @@ def test_text_towers_of_clip(transformers, attention, samples):
         torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("attention", ["eager", "packed"])
+def test_siglip_2(transformers, attention):
+    """SigLIP 2 marks the padding of images of several shapes with an integer mask."""
+    torch.manual_seed(0)
+    config = transformers.Siglip2VisionConfig(
+        **SMALL_TRANSFORMER, num_patches=16, patch_size=2, vision_use_head=False, attn_implementation=attention)
+    model = connect(transformers.Siglip2VisionModel(config).double().eval(), "global")
+    patches, mask = torch.randn(8, 8, 12).double(), RAGGED.int()
+    shapes = torch.stack([torch.ones(8).long(), mask.sum(1)], 1)
+    together = model(patches, mask, shapes).last_hidden_state
+    for sample, length in enumerate(mask.sum(1)):
+        one = slice(sample, sample + 1)
+        alone = model(patches[one, :length], mask[one, :length], shapes[one]).last_hidden_state
+        # Position embeddings are interpolated in float32.
+        torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised in the compiler
 def test_flex_attention_of_clip(transformers):
