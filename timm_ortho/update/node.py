@@ -19,7 +19,7 @@ from torch import Tensor
 from .._text import error_text
 
 MOST_NODES = 256  # graphs may need a node after its plan is forgotten, so nodes are kept
-_plans: Dict[Tuple[Any, ...], Any] = {}  # the plans in C++ of calls that agree in everything but their tensors
+_plans: Dict[Tuple[Any, ...], Any] = {}  # plans in C++ by case, and Triton's settings
 _count = 0
 
 
@@ -30,11 +30,7 @@ def extension() -> Any:
         from torch.utils import cpp_extension  # imports setuptools
 
         name = "timm_ortho_node_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
-        module = cpp_extension.load(name, [str(Path(__file__).with_name("node.cpp"))], extra_cflags=["-O2"])
-        import triton
-
-        module.hooks = triton.knobs.runtime
-        return module
+        return cpp_extension.load(name, [str(Path(__file__).with_name("node.cpp"))], extra_cflags=["-O2"])
     except Exception as error:  # noqa: BLE001 of the compiler, ninja, the file system or the linker
         warnings.warn(f"timm_ortho's node in C++ could not be built ({error_text(error, named=True)}). It needs a C++ "
                       "compiler, ninja and a release of torch after 2.10. Python is used instead", RuntimeWarning,
@@ -45,7 +41,7 @@ def extension() -> Any:
 def call(case: Tuple[Any, ...], x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None) -> Any:
     """Return y, or y and the norm of y, or None if Python's function must compute them."""
     plans = _plans.get(case)
-    return None if plans is None or extension().hooks.launch_enter_hook.calls else plans(x, f, w, c)
+    return None if plans is None or plans[1].launch_enter_hook.calls else plans[0](x, f, w, c)
 
 
 def add(case: Tuple[Any, ...], plan: Any, *tensors: Optional[Tensor]) -> None:
@@ -58,10 +54,12 @@ def add(case: Tuple[Any, ...], plan: Any, *tensors: Optional[Tensor]) -> None:
         return
     norm, size, stride = plan.norm, plan.sums["size"], plan.sums["stride"]
     if case not in _plans:
-        _plans[case] = module.Plans()
+        from triton.knobs import runtime
+
+        _plans[case] = module.Plans(), runtime
     dtypes = plan.dtype, plan.branch_dtype, norm.dtype if norm else plan.dtype
     parts = plan.norm_parts["size"] if norm else []
-    _plans[case].add(module.Plan(
+    _plans[case][0].add(module.Plan(
         plan, *kernels, plan.recover, norm is not None, *dtypes, size, stride, parts, math.prod(size)), *tensors)
     _count += 1
 
