@@ -20,7 +20,15 @@ from ._compat import (
     own_parameters,
     returns_views,
 )
-from .update.backend import BACKENDS, NORMS, by_kernels, choose_backend, requested_kernels, use_backend
+from .update.backend import (
+    BACKENDS,
+    NORMS,
+    by_kernels,
+    choose_backend,
+    has_kernels,
+    requested_kernels,
+    use_backend,
+)
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, without_padding
 from .update.gradient import TorchUpdate, are
 
@@ -191,10 +199,10 @@ def _plan(*arguments: Any) -> Any:
     return make_plan(*arguments)
 
 
-def _norm_plan(*arguments: Any) -> Any:
+def _norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Any:
     from .update.kernels import make_norm_plan
 
-    return make_norm_plan(*arguments)
+    return make_norm_plan(x, f, eps, norm, NORMS[type(norm)]) if has_kernels(norm) else None
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:

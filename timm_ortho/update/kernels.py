@@ -30,7 +30,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._checks import check_tensors
 from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
-from .backend import NORMS, has_kernels
 from .formula import formula
 from .gradient import KernelFailed, KernelUpdate
 from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel, normalised
@@ -511,13 +510,13 @@ def make_plan(x: Tensor, f: Tensor, dims: Optional[List[int]], *arguments: Any) 
     return None if view_of(x, f, dims) is None else Plan(x, f, dims, *arguments)
 
 
-def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Optional[Plan]:
+def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any, centered: bool) -> Optional[Plan]:
     """Return the plan of an update and the norm after it, or None if there are no kernels for them."""
     weight, bias = (p if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias")))
-    if not (has_kernels(norm) and x.shape == f.shape and norm.normalized_shape == x.shape[-1:] and x.is_contiguous()
-            and f.is_contiguous() and {x.dtype, f.dtype, weight, bias} <= {*DTYPES, None} and x.device == f.device
+    if not (x.shape == f.shape and norm.normalized_shape == x.shape[-1:] and x.is_contiguous() and f.is_contiguous()
+            and {x.dtype, f.dtype, weight, bias} <= {*DTYPES, None} and x.device == f.device
             and 1 < x.shape[-1] <= LONGEST_NORM and x.numel()):
         return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-    return Plan(x, f, [-1], eps, norm=Norm(norm.eps, NORMS[type(norm)], dtype, weight, bias))
+    return Plan(x, f, [-1], eps, norm=Norm(norm.eps, centered, dtype, weight, bias))
