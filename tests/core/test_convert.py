@@ -425,8 +425,8 @@ def test_parts_that_timm_does_not_save_warn(part, name):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call(model)
-        assert [f"this change of a {name}, which is only a part" in str(each.message) for each in caught] == (
-            [True] if name else [])
+        parts = [str(each.message) for each in caught if "is only a part" in str(each.message)]  # timm < 1.0.31: others
+        assert [f"this change of a {name}, which" in part for part in parts] == [True] * bool(name)
 
 
 class Adapter(nn.Module):
