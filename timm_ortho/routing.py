@@ -115,6 +115,8 @@ class Route:
         self.block, self.spec, self.kinds, self.name = block, spec, kinds, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
         where = f"{block.__module__}.{block.__qualname__}" + (f" of {library_of(block)}" if not is_own(block) else "")
+        if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
+            raise RoutingError(f"{where}: {method} is a static or class method, without access to the connections")
         self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
         enclosed = self.method.__code__.co_freevars
         if enclosed:

@@ -239,6 +239,12 @@ class Added(MyBlock):
         return torch.add(x, self.f(x))
 
 
+class Static(MyBlock):
+    @staticmethod
+    def add(x, f):
+        return x + f
+
+
 class Lambda(MyBlock):
     forward = lambda self, x: x + self.f(x)  # noqa: E731
 
@@ -292,6 +298,7 @@ TIMMS = timm.models.vision_transformer.Block
     (SwappedInPlace, dict(stream="out", kinds=("mlp",)), RoutingError,
      r"in 'out \+= identity', 'identity' is a copy of 'x': pass stream='identity'$"),
     (SwappedPair, ONE, RoutingError, "'r' is a copy of 'x': pass stream='r'$"),
+    (Static, {**ONE, "method": "add"}, RoutingError, "add is a static or class method"),
     (Lambda, ONE, RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
     (Tagged, ONE, RoutingError, "forward cannot be rebuilt in a subclass: TypeError"),
     (enclosed(), ONE, RoutingError, "forward cannot be rebuilt in a subclass: NameError"),
