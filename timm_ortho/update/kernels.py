@@ -19,6 +19,7 @@ dominates small models. Sums have a fixed order and use no atomics, so results a
 synchronise the device and can be captured in a CUDA graph.
 """
 import math
+from itertools import compress
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -460,13 +461,13 @@ class Plan:
         """Return what :meth:`gradients` returns. Autograd can record it."""
         recorded, affine = torch.is_grad_enabled(), self.norm is not None and self.norm.bias is not None
         c = torch.zeros_like(w) if w is not None and affine else None
+        inputs = [t if t is None else t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_()
+                  for t in (x, f, w, c)]
+        # no comprehensions inside the contexts: on Python 3.13, Dynamo (2.15) fails to compile them
+        given, upstream = [t for t in inputs if t is not None], [g for g in grads if g is not None]
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            inputs = [t if t is None else t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_()
-                      for t in (x, f, w, c)]
-            pairs = [pair for pair in zip(self.by_torch(*inputs), grads, strict=True) if pair[1] is not None]
-            outputs, upstream = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(
-                outputs, [t for t in inputs if t is not None], upstream, create_graph=recorded, allow_unused=True))
+            outputs = tuple(compress(self.by_torch(*inputs), (g is not None for g in grads)))
+            found = iter(torch.autograd.grad(outputs, given, upstream, create_graph=recorded, allow_unused=True))
         grad_x, grad_f, *of_norm = (None if t is None else next(found) for t in inputs)
         return (grad_x, grad_f, None, *of_norm)[:3 if self.norm is None else 5]
 
