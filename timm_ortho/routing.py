@@ -34,6 +34,7 @@ import inspect
 import linecache
 import re
 import sys
+from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, cast
 
@@ -173,6 +174,15 @@ class Route:
             all(_may_hold(code, namespace, own) for code in path) for path in paths))
 
 
+def bypass_of_helper(block: type, spec: "BlockSpec") -> str:
+    """Return when ``forward`` does not call the method with the additions, in the form of :attr:`Route.bypass`."""
+    forward: Any = inspect.unwrap(cast(Any, block).forward)
+    helper = f"{forward.__code__.co_varnames[0]}.{spec.method}"
+    router = Router(replace(spec, stream=""), (), forward, keeps_order=False, helper=helper)
+    router.visit(syntax_tree(forward))
+    return router.bypass
+
+
 def is_own(cls: type) -> bool:
     """Return whether a class is a user's, and not from a library with a table of blocks."""
     return cls.__module__.partition(".")[0] not in LIBRARIES
@@ -225,9 +235,13 @@ class Router(ast.NodeTransformer):
         function: The method of the block.
         keeps_order: Whether a branch on the left is computed before a stream that contains a call, because both may
             draw random numbers or work in place. The connection then gets keyword arguments, which hooks do not expect.
+        helper: Source of another method that contains the additions. Its calls count as additions.
     """
 
-    def __init__(self, spec: "BlockSpec", kinds: Sequence[str], function: FunctionType, keeps_order: bool) -> None:
+    def __init__(
+            self, spec: "BlockSpec", kinds: Sequence[str], function: FunctionType, keeps_order: bool, helper: str = "",
+    ) -> None:
+        self.helper = helper
         self.sites = [spec.sites[kind] if kind in kinds and kind else None for kind in spec.kinds]
         self.expected = [tuple(ast.unparse(ast.parse(stream)) for stream in streams) for streams in spec.streams]
         self.sides_differ, self.keeps_order, mask = spec.sides_differ, keeps_order, spec.mask
@@ -289,6 +303,9 @@ class Router(ast.NodeTransformer):
         elif name == "sum":  # x.sum(-1) is no addition to x, but torch.stack([x, f]).sum(0) is
             lists = [inner for each in inputs for inner in ast.walk(each) if isinstance(inner, (ast.List, ast.Tuple))]
             self._refuse(node, *(summand for each in lists for summand in each.elts))
+        elif ast.unparse(node.func) == self.helper:
+            self.count += 1
+            self.calls.append(node)
         return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
@@ -363,34 +380,45 @@ class Router(ast.NodeTransformer):
             self._note_bypass(condition, count)
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST:
+    def visit_If(self, node: Any) -> ast.AST:
         node.test = self.visit(node.test)
-        node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
+        node.body, node.orelse = self._visit_sides((node.test, negated(node.test)), (node.body, node.orelse))
         if leaves(node.body):  # the following statements run only if the test is false
             self.conditions.append(negated(node.test))
         elif leaves(node.orelse):
             self.conditions.append(node.test)
         return node
 
-    def _visit_repeated(self, node: ast.AST) -> ast.AST:
-        """Visit a statement whose body may run zero times or be left by an exception: its conditions end with it."""
+    def visit_For(self, node: ast.AST) -> ast.AST:
+        """Visit a loop, whose body may run zero times: its conditions end with it."""
         outer = len(self.conditions)
-        self.generic_visit(node)
+        self.visit_If(node) if isinstance(node, ast.While) else self.generic_visit(node)
         del self.conditions[outer:]
         return node
 
-    visit_For = visit_While = visit_Try = _visit_repeated
+    visit_While = visit_For
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        """Visit the body and the handlers, as the sides of an ``if`` whose condition is unknown."""
+        raises = [ast.Call(ast.Name("raises"), [handler.type] if handler.type else [], []) for handler in node.handlers]
+        sides = [handler.body for handler in node.handlers] + [node.body + node.orelse]
+        *handled, body = self._visit_sides([*raises, negated((raises or [ast.Constant(False)])[0])], sides)
+        for handler, statements in zip(node.handlers, handled, strict=True):
+            handler.body = statements
+        node.body, node.orelse = body[:len(node.body)], body[len(node.body):]
+        node.finalbody = self._visit_statements(node.finalbody)
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         node.test = self.visit(node.test)
-        (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
+        (node.body,), (node.orelse,) = self._visit_sides(
+            (node.test, negated(node.test)), ([node.body], [node.orelse]))
         return node
 
-    def _visit_sides(
-            self, test: ast.expr, then: List[Any], otherwise: List[Any]) -> Tuple[List[Any], List[Any]]:
-        start, ends, visited = self.position, [], []
-        first, counts, tests = self.count, [], (test, negated(test))
-        for condition, side in zip(tests, (then, otherwise), strict=True):
+    def _visit_sides(self, tests: Sequence[ast.expr], sides: Sequence[List[Any]]) -> List[List[Any]]:
+        """Visit the sides of a statement, each with the condition under which it runs."""
+        start, first, ends, visited, counts = self.position, self.count, [], [], []
+        for condition, side in zip(tests, sides, strict=True):
             self.position = self.position if self.sides_differ else start
             self.count = first
             self.conditions.append(condition)
@@ -398,19 +426,21 @@ class Router(ast.NodeTransformer):
             self.conditions.pop()
             ends.append(start if leaves(side) else self.position)
             counts.append(self.count)
-        going_on = [count for count, side in zip(counts, visited, strict=True) if not leaves(side)]
-        self.count = max(going_on or counts)
+        self.count = max([count for count, side in zip(counts, visited, strict=True) if not leaves(side)] or counts)
         for condition, side, count in zip(tests, visited, counts, strict=True):
-            if not is_fixed(test, self.local) and leaves(side):
+            if is_fixed(condition, self.local):
+                continue
+            if leaves(side):
                 self.exits.append((count, self._changes(side), condition))
-            elif not is_fixed(test, self.local) and count < self.count and self._changes(side):
+            elif count < self.count and self._changes(side):
                 self._note_bypass(condition, count)
-        if start not in ends and ends[0] != ends[1] and not self.sides_differ:
+        if start not in ends and len({*ends}) > 1 and not self.sides_differ:
+            found = " and ".join(str(end - start) for end in ends)
             self.problem += (
-                f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
-                "sides_differ=True, and name each addition of both sides in kinds")
+                f"; the sides of 'if {ast.unparse(tests[0])}' have {found} additions: pass sides_differ=True, and name "
+                "each addition of both sides in kinds")
         self.position = max(ends)
-        return visited[0], visited[1]
+        return visited
 
     def _note_bypass(self, condition: ast.expr, count: int) -> None:
         if not (self.sides_differ and count):

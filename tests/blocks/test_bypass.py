@@ -116,6 +116,24 @@ BYPASSING = [  # condition of the error, arguments of register_block, statements
                 continue
             x = x + branch(x)
         return x"""),
+    (TRAINING, {}, """\
+        while self.training:
+            return self.g(x)
+        return x + self.f(x)"""),
+    ("forward bypasses an addition if not raises(RuntimeError)", {}, """\
+        try:
+            return self.g(x)
+        except RuntimeError:
+            return x + self.f(x)"""),
+    ("forward bypasses an addition if raises(RuntimeError)", {}, """\
+        try:
+            x = x + self.f(x)
+        except RuntimeError:
+            x = self.g(x)
+        except ValueError:
+            x = x + self.g(x)
+        return x"""),
+    (TRAINING, dict(method="ends"), "return self.helper(x) if self.training else self.ends(x)"),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any, Optional, cast
 from torch import nn
 
 from .._bytecode import uses
-from ..routing import RoutingError, variables_of
+from ..routing import RoutingError, bypass_of_helper, variables_of
 from . import lookup
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, route, routed_class, written_class
@@ -98,10 +98,11 @@ def _check_bypass(block: type, spec: BlockSpec) -> None:
     if spec.method != "forward" and not uses(block, spec.method, nn.Module):
         raise RoutingError(f"{spec.name}: forward does not call {spec.method}, which contains the additions: register "
                            f"the method that forward calls, {meant}")
-    when = route(block, spec).bypass
-    if when:
-        raise RoutingError(f"{spec.name}: {spec.method} bypasses an addition if {when}: write each residual addition "
-                           f"as x + f, {meant}")
+    found = {"forward": bypass_of_helper(block, spec), spec.method: route(block, spec).bypass}
+    for method, when in found.items():
+        if when:
+            raise RoutingError(f"{spec.name}: {method} bypasses an addition if {when}: write each residual addition as "
+                               f"x + f, {meant}")
 
 
 def not_residual(block: type, reason: str) -> type:
