@@ -551,7 +551,6 @@ def _show(parsed: argparse.Namespace) -> int:
         print(show.as_text(measured))
     except UnicodeEncodeError:
         print(show.as_text(measured, ascii_only=True))
-    print(show.fused_norms(model), file=sys.stderr)  # the table alone goes to stdout
     return 0
 
 

@@ -342,15 +342,39 @@ def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, A
 
 
 # ------------------------------------------------------------------------------------------- the run
-class Run:
-    """Options and metrics of a run. Subclasses read these values from files."""
+class CheckpointRun:
+    """Options, metrics and weights of a run, read from its folder or checkpoint.
 
-    options: Mapping[str, Any]  # timm's
-    history: list[dict]  # of the checkpoint's stage: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, ...
-    card: CardValues
-    epoch: Optional[int]  # at whose end the weights were saved, or in which `in_mid_epoch` weights were saved
-    in_mid_epoch: bool = False  # whether the weights were saved before its end (`--recovery-interval` of `train.py`)
-    ema: bool  # whether the weights are the EMA weights
+    Args:
+        path: A checkpoint, or the folder of one run. In a folder, the last checkpoint is read, or else the best.
+        ema: Whether to use the EMA weights.
+
+    Attributes:
+        path: The checkpoint.
+        state_dict: Its weights.
+        epoch: The epoch at whose end they were saved; if `in_mid_epoch`, before its end (`--recovery-interval`).
+        options: timm's options.
+        history: Of the checkpoint's stage: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, ...
+
+    Raises:
+        RunError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
+    """
+
+    def __init__(self, path: Path, ema: bool = False) -> None:
+        folder = path if path.is_dir() else path.parent
+        folder = folder.parent if folder.name == SWITCHED else folder
+        lab = read_run(folder)
+        if lab is not None and lab.result is None:
+            raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
+        self.card = card_values(lab.result, lab.made_with, lab.comparison) if lab and lab.result else CardValues()
+        self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
+        folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
+        self.options = _options(folder, checkpoint, self.path)
+        if ema and not checkpoint.get("state_dict_ema"):
+            raise RunError(f"{self.path} has no EMA weights: use its plain weights, or train with --model-ema")
+        self.state_dict = clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
+        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
+        self.history = read_history(folder, finished=True)
 
     @property
     def evaluates_ema(self) -> bool:
@@ -374,34 +398,6 @@ class Run:
         if not self.history or self.epoch is None or self.in_mid_epoch:
             return False
         return self.epoch != self.history[-1]["epoch"]
-
-
-class CheckpointRun(Run):
-    """A run with its weights, `state_dict`, from a checkpoint, `path`.
-
-    Args:
-        path: A checkpoint, or the folder of one run. In a folder, the last checkpoint is read, or else the best.
-        ema: Whether to use the EMA weights.
-
-    Raises:
-        RunError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
-    """
-
-    def __init__(self, path: Path, ema: bool = False) -> None:
-        folder = path if path.is_dir() else path.parent
-        folder = folder.parent if folder.name == SWITCHED else folder
-        lab = read_run(folder)
-        if lab is not None and lab.result is None:
-            raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
-        self.card = card_values(lab.result, lab.made_with, lab.comparison) if lab and lab.result else CardValues()
-        self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
-        folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
-        self.options = _options(folder, checkpoint, self.path)
-        if ema and not checkpoint.get("state_dict_ema"):
-            raise RunError(f"{self.path} has no EMA weights: use its plain weights, or train with --model-ema")
-        self.state_dict = clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
-        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
-        self.history = read_history(folder, finished=True)
 
 
 # -------------------------------------------------------------------------------------------- the model

@@ -164,13 +164,6 @@ def test_a_model_without_connections():
         show.measured_sites(torch.nn.Linear(2, 2), torch.zeros(1, 2))
 
 
-@pytest.mark.parametrize(("connection", "count"), [("feature", 4), ("linear", 0), ("hybrid", 0)])
-def test_number_of_sites_with_a_norm_in_the_same_kernel(connection, count):
-    model = timm_ortho.connect(timm.create_model("vit_test_ortho"), connection)
-    assert show.fused_norms(model) == (
-        f"On a GPU, one kernel computes the update and the norm after it at {count} of 8 sites.")
-
-
 def test_the_table_is_ascii_in_a_latin_1_terminal(monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", terminal)

@@ -10,13 +10,9 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
-from .._compat import all_children
 from .._images import data_config, opened
 from .._text import aligned, svg_text
-from ..blocks import host_class, route, spec_of
-from ..connections import can_fuse_norm
 from ..model_sites import Site, sites
-from ..update.backend import has_kernels
 from .dynamics import SiteDynamics, record_dynamics
 
 _BAR = 10  # length of the bar of a cosine of 1 or -1, in characters
@@ -53,18 +49,6 @@ def as_text(measured: MeasuredSites, ascii_only: bool = False) -> str:
                   for _, means in measured]
         table = [(*line, text) for line, text in zip(table, ["cosines of groups", *ranges], strict=True)]
     return "\n".join(aligned(table, "><<>>>><<"[:len(table[0])]))
-
-
-def fused_norms(model: nn.Module) -> str:
-    """Return how many sites a GPU computes together with the norm that follows, as a line of text."""
-    fused = 0
-    for block in model.modules():
-        spec = spec_of(block)
-        if spec is not None:
-            for kind, norm in route(host_class(block), spec).next_norms.items():
-                connection = dict(all_children(block)).get(spec.sites[kind])
-                fused += connection is not None and can_fuse_norm(connection) and has_kernels(block.get_submodule(norm))
-    return f"On a GPU, one kernel computes the update and the norm after it at {fused} of {len(sites(model))} sites."
 
 
 def _bar(cosine: float) -> str:

@@ -15,7 +15,7 @@ from .._text import finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
 from ..convert import IMPORT_TAG
-from ..run_folder import CardValues, Run
+from ..run_folder import CardValues, CheckpointRun
 from ..skips import SKIPS
 
 CURVE = "training.png"
@@ -49,7 +49,7 @@ _PATHS = frozenset(
 
 @dataclass(frozen=True)
 class Subject:
-    """The weights that a card describes. The metrics are in :class:`Run`."""
+    """The weights that a card describes. The metrics are in :class:`CheckpointRun`."""
 
     title: str  # heading; without `repo_id` also the name of the weights, such as `vit_test_ortho.digits`
     config: Mapping[str, Any]  # content of `config.json`: architecture, model_args, pretrained_cfg, num_classes
@@ -74,7 +74,7 @@ class Subject:
         return (self.config.get("model_args") or {}).get("connection")
 
 
-def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str] = None) -> ModelCard:
+def model_card(subject: Subject, run: Optional[CheckpointRun] = None, curve: Optional[str] = None) -> ModelCard:
     """Return the model card of the weights that ``subject`` describes.
 
     >>> config = {"architecture": "vit_test_ortho", "num_classes": 10, "pretrained_cfg": {"input_size": [1, 8, 8]}}
@@ -114,7 +114,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
     return card
 
 
-def draw_curve(run: Run, path: Path) -> None:
+def draw_curve(run: CheckpointRun, path: Path) -> None:
     """Draw loss and top-1 of a run by epoch into a PNG file. Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -140,7 +140,7 @@ class Row(NamedTuple):
     args: Optional[Mapping[str, Any]] = None
 
 
-def _results(run: Run) -> Iterator[Row]:
+def _results(run: CheckpointRun) -> Iterator[Row]:
     """Yield the results of the card's weights, and of all seeds after the last epoch."""
     measured = run.evaluated or {}
     for key in ("top1", "top5"):
@@ -161,7 +161,7 @@ def _results(run: Run) -> Iterator[Row]:
 
 
 # ---------------------------------------------------------------------------------------------- metadata
-def _metadata(subject: Subject, run: Optional[Run]) -> ModelCardData:
+def _metadata(subject: Subject, run: Optional[CheckpointRun]) -> ModelCardData:
     title, on_hub = _dataset(subject, run)
     results = [EvalResult(
         task_type="image-classification",
@@ -188,7 +188,7 @@ def _metadata(subject: Subject, run: Optional[Run]) -> ModelCardData:
     )
 
 
-def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
+def _dataset(subject: Subject, run: Optional[CheckpointRun]) -> tuple[str, Optional[str]]:
     """Return the title of the data set and its id on the Hub, or None if it has no known id."""
     options = run.options if run else {"dataset": subject.dataset}
     name = options.get("dataset")
@@ -199,7 +199,7 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     return DATASETS.get(name, (name.rpartition("/")[2] or name, on_hub if prefix in ("hfds", "hfids") else None))
 
 
-def _images(subject: Subject, run: Optional[Run], key: str) -> str:
+def _images(subject: Subject, run: Optional[CheckpointRun], key: str) -> str:
     """Return the title of the data set. If the option `key` limits how many images are used, the number precedes it."""
     title = _dataset(subject, run)[0]
     applies = run and run.card.trainer != "train.py"  # train.py may use all images
