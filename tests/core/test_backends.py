@@ -81,27 +81,6 @@ def test_batched_gradients(backend, weights):
     torch.testing.assert_close(jacobian(vectorize=True), jacobian())
 
 
-def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
-    """Each thread has its own default backend, so contexts that end in another order leave no trace."""
-    entered, left, inside = threading.Event(), threading.Event(), []
-
-    def other():
-        with use_backend("torch"):
-            entered.set()
-            left.wait(10)
-            inside.append(backends.default())
-
-    before, thread = backends.default(), threading.Thread(target=other)
-    thread.start()
-    entered.wait(10)
-    during = backends.default()
-    with use_backend("triton"):
-        left.set()
-        thread.join()
-        assert backends.default() == "triton"
-    assert (inside, during, backends.default()) == (["torch"], before, before)
-
-
 @needs_triton
 def test_a_context_of_the_main_thread_applies_to_the_threads_of_the_backward_pass():
     """With CUDA, autograd calls backward in a thread of its own, and there computes checkpointed blocks again."""

@@ -133,11 +133,3 @@ def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
             # The small tensors (s, n = |x|^2 + eps, the partial sums and the weights) take 10 accesses of 4 bytes in
             # Triton 3.8, and 6 in other releases. A stream-sized tensor in accesses of 4 bytes would add at least 8.
             assert row[name].get("4", 0) <= 12, row
-
-
-@pytest.mark.slow
-def test_the_norm_leaves_registers_for_many_programs(compiled_kernels):
-    """With at most 72 registers per thread, a multiprocessor runs at least 28 warps of a kernel at once."""
-    rows = [row for row in compiled_kernels if row["kernel"].startswith("norm")]
-    assert rows
-    assert [row for row in rows if row["registers"] > 72] == []

@@ -22,7 +22,6 @@ from timm_ortho import (
     sites,
 )
 from timm_ortho.blocks import specs
-from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
@@ -172,16 +171,6 @@ def test_learned_connections_have_the_dtype_of_a_model_with_one_wide_dtype(dtype
         dtypes = {parameter.dtype for parameter in model.parameters()}
         connect(model, "hybrid")
         assert {site.connection.rho.dtype for site in sites(model)} == {dtype if dtypes == {dtype} else torch.float32}
-
-
-@pytest.mark.parametrize("mine", [{"mine"}, lambda: ["mine"]])
-def test_no_weight_decay_of_an_instance_is_kept(mine):
-    model = tiny_vit()
-    model.no_weight_decay = mine
-    assert connect(model, "feature").no_weight_decay is mine
-    for _ in range(2):
-        assert len(connect(model, "hybrid").no_weight_decay()) == 1 + 2 * len(sites(model))
-    assert disconnect(model).no_weight_decay is mine
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -465,10 +454,3 @@ def test_a_block_that_a_new_timm_release_has_changed(monkeypatch):
     assert "\n" not in str(error.value)
     assert [type(m) for m in model.modules()] == classes
     assert not sites(model)
-
-
-def test_the_pooling_head_is_not_a_site():
-    model = connect(tiny_vit(global_pool="map", class_token=False), "feature")
-    assert type(model.attn_pool).__module__.startswith("timm.")
-    assert len(sites(model)) == 4
-    assert looks_residual(vit.Block)

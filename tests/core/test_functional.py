@@ -9,7 +9,6 @@ from helpers.kernel_cases import both
 from helpers.oracle import truth
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import gradcheck, gradgradcheck
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from timm_ortho import functional
@@ -136,15 +135,6 @@ def test_in_place_changes_of_the_sum_need_the_branch(inputs):
             torch.testing.assert_close(found, expected)
 
 
-def test_no_autograd_function_without_gradients(monkeypatch):
-    monkeypatch.setattr(functional, "TorchUpdate", None)
-    x, f = pair((2, 5))
-    expected = plain_update(x, f, 0.0, 1.0, [-1], 1e-6)
-    assert torch.equal(residual_update(x, f), expected)
-    with torch.no_grad():
-        assert torch.equal(residual_update(x.requires_grad_(), f), expected)
-
-
 # ------------------------------------------------------------------------------------------------- precision
 def run(update, x, f, g, **kwargs):
     x, f = x.clone().requires_grad_(), f.clone().requires_grad_()
@@ -257,17 +247,6 @@ def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
     y = residual_update(x, f, **arguments)  # computed without the recording mode
     assert torch.equal(y, observed[0])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
-
-
-@both
-@pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
-def test_a_graph_of_make_fx_can_be_differentiated(shape, backend):
-    x, f = pair(shape, torch.float32)
-    graph = make_fx(functools.partial(residual_update, dim=1, backend=backend))(x, f)
-    x, f = x.requires_grad_(), f.requires_grad_()
-    g = pair(shape, torch.float32, seed=2)[0]
-    torch.testing.assert_close(torch.autograd.grad(graph(x, f), (x, f), g),
-                               torch.autograd.grad(residual_update(x, f, dim=1), (x, f), g))
 
 
 class Update(torch.nn.Module):

@@ -370,22 +370,6 @@ def test_additions_in_another_order():
         route_of(Expressions, [("x[:, 0:1]", "two"), ("self.shortcut(x)", "one")])
 
 
-class Helper(nn.Module):
-    def _residual(self, x, skip):
-        return x + skip
-
-    def forward(self, x):
-        return self._residual(x * 2.0, x)
-
-
-def test_additions_in_another_method():
-    block = Helper()
-    block.__class__ = derived(Helper, [("skip", "one")], method="_residual")
-    block.connection_one = Named()
-    assert block(torch.ones(1)).item() == 3.5
-    assert "forward" not in vars(type(block))
-
-
 class Early(nn.Module):
     def __init__(self, shortcut=None):
         super().__init__()
@@ -399,43 +383,10 @@ class Early(nn.Module):
         return x + 2.0
 
 
-class EarlyElse(Early):
-    def forward(self, x):
-        if self.shortcut is not None:
-            x = x * 2.0
-        else:
-            return x
-        x = x + 1.0
-        return x + 2.0
-
-
-@pytest.mark.parametrize("block", [Early, EarlyElse])
-def test_code_after_a_return_counts_as_the_other_side(block):
-    route = route_of(block, [("x", "one"), ("x", "two")])
-    assert route.reached(block()) == ()
-    assert route.reached(block(nn.Identity()).eval()) == ("one", "two")  # train() may be called later
-
-
-class Unindented(nn.Module):
-    """A block whose method contains lines with less indentation than its first line."""
-
-    def forward(self, x):
-        """First line of a text,
-and its second line.
-        """
-#       x = x * 3.0
-        self.text = """a
-            b"""
-        return x + 2.0
-
-
-def test_lines_with_less_indentation():
-    block, calls = Unindented(), []
-    block.__class__ = derived(Unindented, [("x", "one")])
-    block.connection_one = Recorder(calls, "one")
-    assert block(1.0) == 3.0
-    assert calls == [("one", 1.0, 2.0)]
-    assert block.text == "a\n            b"  # dedent would shorten the second line
+def test_code_after_a_return_counts_as_the_other_side():
+    route = route_of(Early, [("x", "one"), ("x", "two")])
+    assert route.reached(Early()) == ()
+    assert route.reached(Early(nn.Identity()).eval()) == ("one", "two")  # train() may be called later
 
 
 SECOND = """
