@@ -26,7 +26,7 @@ from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.reporting.collect import comparison
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part
-from timm_ortho.run_folder import Run, card_values
+from timm_ortho.run_folder import CheckpointRun, card_values
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
@@ -37,10 +37,10 @@ class Card(NamedTuple):
 
     name: str
     card: ModelCard
-    run: Optional[Run] = None
+    run: Optional[CheckpointRun] = None
 
 
-class PublishedRun(Run):
+class PublishedRun(CheckpointRun):
     """A run of a published comparison, without its weights.
 
     Args:
@@ -63,7 +63,7 @@ class PublishedRun(Run):
         self.options = {**options, "seed": seed, "model_kwargs": {**options["model_kwargs"], "connection": connection}}
         self.history = run["history"]
         self.epoch = self.history[-1]["epoch"]
-        self.ema = self.evaluates_ema
+        self.ema, self.in_mid_epoch = self.evaluates_ema, False
         compared = {"split": (part.study.get("data") or {}).get("validation_split"),
                     "top1": runs, "rows": comparison(part)}
         self.card = card_values(run, {**part.study["versions"], **(run.get("made_with") or {})}, compared)

@@ -19,12 +19,10 @@ from timm_ortho.blocks import routed, spec_of, specs
 from timm_ortho.blocks.lookup import SPECS
 from timm_ortho.models import coverage
 
-QUICK = {f"transformers {name}" for name in ("vit", "dinov2", "swin", "convnext", "resnet_basic", "cvt", "poolformer")}
-QUICK |= {f"torchvision {name}" for name in (
-    "vit", "swin", "resnet50", "convnext", "efficientnet_b0", "mobilenet_v3_small", "maxvit", "regnet_y_400mf", "r3d")}
+QUICK = {f"transformers {name}" for name in ("vit", "swin", "convnext", "resnet_basic", "cvt")}
+QUICK |= {f"torchvision {name}" for name in ("vit", "resnet50", "convnext", "efficientnet_b0", "regnet_y_400mf", "r3d")}
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
-            *(f"transformers {name}" for name in ("vit", "convnext"))}
+COMPILED = {"torchvision convnext"}
 
 
 def made(name):
@@ -126,6 +124,7 @@ def test_compiles_if_the_original_model_does(name):
     torch.testing.assert_close(*logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
 def test_every_row_of_a_table_has_a_model(library):
     pytest.importorskip(library)
@@ -152,16 +151,6 @@ def test_detectors_and_segmentation_networks_of_torchvision(build):
     with torch.device("meta"):
         model = build(weights=None, weights_backbone=None)
     assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
-
-
-def test_a_block_of_two_classes_is_one_layer():
-    """In transformers' CvT, CvtLayer adds the attention's output, and its submodule CvtOutput adds the MLP's output."""
-    model, _ = made("transformers cvt")
-    connected = sites(connect(model, "feature", layers=[0]))
-    assert [(site.layer, site.kind) for site in connected] == [
-        (layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
-    assert [type(site.connection).__name__ for site in connected] == [
-        *["FeatureConnection"] * 2, *["LinearConnection"] * 4]
 
 
 def test_blip_writes_captions():

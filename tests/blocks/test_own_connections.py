@@ -17,7 +17,7 @@ from helpers.own_block import MyBlock, tokens
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, FeatureConnection, connect, create_connection, hub, sites
+from timm_ortho import Connection, connect, hub, sites
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -94,8 +94,8 @@ cli.main(["push", "out/feature-seed0", "me/my-net", "--dry-run", "--device-modul
 """
 
 
-@pytest.mark.parametrize("code", [
-    pytest.param(USE, id="use"), pytest.param(COMPARE, id="compare", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [pytest.param(USE, id="use"), pytest.param(COMPARE, id="compare")])
 def test_an_architecture_of_the_page_has_variants(tmp_path, code):
     """The names stay registered, so this test uses a new process."""
     write_examples(tmp_path / "my_module.py", 0, 2)
@@ -192,46 +192,3 @@ def test_a_wrong_connection(registered, connection, message):
 def test_a_wrong_name_of_a_connection(name, message):
     with pytest.raises(ValueError, match=message):
         timm_ortho.register_connection(name, Clipped)
-
-
-def test_a_connection_that_is_defined_again_replaces_the_first():
-    """A notebook cell that runs twice defines its class twice."""
-    def define():
-        class Cell(FeatureConnection):
-            pass
-        return Cell
-
-    for cell in (define(), define()):
-        timm_ortho.register_connection("clipped", cell)
-        assert type(create_connection("clipped")) is cell
-    timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
-    with pytest.raises(ValueError, match=r"connection 'clipped' already exists: choose another name"):
-        timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
-
-
-class Ensemble(Connection):
-    """A connection that contains connections."""
-
-    def __init__(self, dim=-1, eps=1e-6):
-        super().__init__(dim, eps)
-        self.inner = nn.ModuleList(create_connection(name, dim=dim, eps=eps) for name in ("feature", "hybrid"))
-
-    def forward(self, x, f, attn_mask=None):
-        x = self.carried(x)
-        return sum(inner(x, f) for inner in self.inner) / 2
-
-
-def test_a_connection_inside_a_connection_is_no_site(registered):
-    timm_ortho.register_connection("ensemble", Ensemble)
-    model = connect(nn.Sequential(registered(), registered()), "ensemble", kinds="mlp")
-    assert [site.name for site in sites(model)] == [
-        f"{layer}.connection_{kind}" for layer in (0, 1) for kind in ("attention", "mlp")]
-    assert timm_ortho.connection_arguments(model) == {"connection": "ensemble", "eps": 1e-6, "kinds": ["mlp"]}
-    assert {name.rpartition(".")[2] for name in model.no_weight_decay()} == {"rho", "theta"}
-    with timm_ortho.record(model, every=1) as recorder:
-        model(tokens())
-    assert len(recorder.rows) == 4
-    with pytest.raises(ValueError, match="unknown kind of branch '0'"):
-        connect(model, "feature", kinds="0")
-    assert {type(site.connection) for site in sites(connect(model, "global"))} == {timm_ortho.GlobalConnection}
-    assert sites(timm_ortho.disconnect(connect(model, "ensemble"))) == []

@@ -52,7 +52,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["spawn", pytest.param("joblib", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["spawn", "joblib"])
 def test_blocks_of_a_script(tmp_path, start):
     if start == "joblib":
         pytest.importorskip("joblib")

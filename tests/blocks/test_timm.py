@@ -13,9 +13,9 @@ import timm
 import torch
 from helpers.branches import branches
 from helpers.small_models import LARGER, MADE, SHARED_BLOCKS, SMALL, build, class_of, host, of_modules, step
-from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
+from timm.models import list_modules
 
-from timm_ortho import UnsupportedModelError, connect, sites
+from timm_ortho import connect, sites
 from timm_ortho.blocks import lookup, routed, routed_class, spec_of, specs, timm as table
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
@@ -24,7 +24,8 @@ TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *SHARED_BLOCKS])}
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
-SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *SHARED_BLOCKS])]
+SHAPES = [pytest.param(name, marks=pytest.mark.slow if index % 3 or name in LARGER else ())
+          for index, name in enumerate([*ALL, *SHARED_BLOCKS])]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,15 +95,15 @@ def test_every_row_of_the_table_has_a_model_here():
     assert {spec.name for spec in TIMM if host(spec)} - covered == set(), "each row needs a model in tests/helpers"
 
 
-@pytest.mark.parametrize("spec", TIMM, ids=lambda spec: spec.name)
-def test_every_row_is_valid_for_the_installed_timm(spec):
-    if not host(spec):
-        pytest.skip(f"timm {timm.__version__} has no {spec.name}")
-    cls = routed_class(host(spec), spec)
-    assert cls is routed_class(host(spec), spec)
-    source = inspect.getsource(getattr(cls, spec.method, cls.forward))
-    assert all(f"self.{attribute}(" in source for attribute in spec.sites.values())
-    assert len(set(spec.sites.values())) == sum(kind is not None for kind in spec.kinds)
+def test_every_row_is_valid_for_the_installed_timm():
+    found = [spec for spec in TIMM if host(spec)]
+    assert len(found) > 130
+    for spec in found:
+        cls = routed_class(host(spec), spec)
+        assert cls is routed_class(host(spec), spec)
+        source = inspect.getsource(getattr(cls, spec.method, cls.forward))
+        assert all(f"self.{attribute}(" in source for attribute in spec.sites.values()), spec.name
+        assert len(set(spec.sites.values())) == sum(kind is not None for kind in spec.kinds), spec.name
 
 
 @pytest.mark.parametrize(("name", "norms"), {
@@ -127,16 +128,6 @@ def test_sums_that_enter_a_norm_next(name, norms):
 
 
 # --------------------------------------------------------------------------------- additions that are not sites
-def test_blocks_without_a_sum_in_their_configuration_stay_unchanged():
-    with torch.device("meta"):
-        model = connect(timm.create_model("mobilenetv3_small_050"), "feature")
-    blocks = [module for module in model.modules() if isinstance(module, efficientnet_blocks.InvertedResidual)]
-    with_skip = [block for block in blocks if block.has_skip]
-    assert 0 < len(with_skip) < len(blocks)
-    assert [site.layer for site in sites(model)] == list(range(len(with_skip)))
-    assert all((type(block) is efficientnet_blocks.InvertedResidual) != block.has_skip for block in blocks)
-
-
 def test_a_block_with_one_of_its_two_sums():
     model, size = build("visformer_tiny")
     connect(model, "hybrid", start="linear")
@@ -198,10 +189,8 @@ RESIDUAL = [  # arguments and statements of a forward pass whose sums look resid
     ("x", "y = self.f(x)\n#   y = y.relu()\nreturn x + y"), ("x", "z: torch.Tensor = self.f(x)\nreturn z + x"),
     ("x", "def inner(t):\n    return t + self.f(t)\nreturn checkpoint(inner, x)"),
     ("x", "return checkpoint(lambda t, *, flag=None: t + self.f(t), x)"), ("x", "return torch.add(x, self.f(x))"),
-    ("x", "return torch.add(x, other=self.f(x))"), ("x", "return self.f(x).add_(x)"),
-    ("x", "return self.sum.add_relu(self.f(x), x)"), ("x", "return self.g(y := self.f(x)) + y"),
-    ("x, /", "return x + self.f(x)"), ("*args", "return args[0] + self.f(args[0])"), ("*, x", "return x + self.f(x)"),
-    ("xs", "done = []\nfor x in xs:\n    done.append(x + self.f(x))\nreturn done"),
+    ("x", "return self.f(x).add_(x)"), ("x", "return self.sum.add_relu(self.f(x), x)"),
+    ("x", "return self.g(y := self.f(x)) + y"), ("*args", "return args[0] + self.f(args[0])"),
     ("xs", "return [x + self.f(x) for x in xs]"),
     ("hidden_states, input_tensor", "return self.f(hidden_states) + input_tensor"),
     ("mask, *, residual, branch: Optional[torch.Tensor] = None", "return torch.add(branch, residual)"),
@@ -251,14 +240,6 @@ def test_the_global_scope_projects_each_token_of_xcits_class_attention():
     assert len(own) == 2
     assert checked == [site.connection for site in own]
     assert {site.connection.dims is None for site in sites(model) if site not in own} == {True}
-
-
-@pytest.mark.parametrize("name", ["vgg11", "repvgg_a0", "densenet121"])
-def test_models_without_a_stream(name):
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    with pytest.raises(UnsupportedModelError, match="no residual block found"):
-        connect(model, "feature")
 
 
 # ------------------------------------------------------------------------------------------------------ coverage

@@ -210,15 +210,6 @@ def test_learned_connections_load_into_a_class_that_connects_itself(transformers
     assert torch.equal(Connected.from_pretrained(tmp_path).eval()(images()).logits, model(images()).logits)
 
 
-def test_parts_of_a_composite_model_share_its_config(transformers, tmp_path):
-    tower = {key: value for key, value in VIT.items() if key not in ("image_size", "patch_size")}
-    config = transformers.CLIPConfig(vision_config=VIT, text_config=dict(tower, vocab_size=9), projection_dim=8)
-    model = connect(transformers.CLIPModel(config), "feature", layers=[0, 3])
-    assert model.config.vision_config is model.vision_model.config
-    model.save_pretrained(tmp_path)
-    assert stored(tmp_path)["timm_ortho"]["layers"] == [0, 3]
-
-
 def test_a_connection_without_a_name_is_refused(transformers, tmp_path):
     class Own(timm_ortho.FeatureConnection):
         pass

@@ -128,10 +128,10 @@ def losses():
     torch.manual_seed(0)
     model = timm.create_model("vit_small_ortho", img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2,
                               num_classes=10).to(DEVICE).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     images, classes = torch.randn(2, 3, 32, 32).to(DEVICE), torch.arange(2).to(DEVICE)
     values = []
-    for _ in range(50):
+    for _ in range(15):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), classes)
         loss.backward()
@@ -141,14 +141,14 @@ def losses():
 
 
 @needs_triton
-def test_fifty_steps_of_training_agree_on_all_backends(calls):
+def test_training_steps_agree_on_all_backends(calls):
     with use_backend("torch"):
         expected = losses()
     assert not calls
     assert expected[-1] < 0.8 * expected[0]
     with use_backend("triton"):
         measured = losses()
-    assert calls["update"] == calls["gradients"] >= 50 * 4
+    assert calls["update"] == calls["gradients"] >= 15 * 4
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -71,6 +71,7 @@ def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypat
     assert values["backend"].startswith(answer)
 
 
+@pytest.mark.slow
 def test_run_passes_arguments_and_the_exit_status(script):
     command = [sys.executable, "-m", "timm_ortho", "run", script, *OPTIONS]
     done = subprocess.run(command, capture_output=True, text=True)

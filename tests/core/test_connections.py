@@ -72,15 +72,6 @@ def test_probability_is_drawn_in_training_and_averaged_in_evaluation(name):
     torch.testing.assert_close(connection.eval()(X, F), 0.3 * orthogonal + 0.7 * (X + F))
 
 
-@pytest.mark.parametrize("name", taking("prob"))
-def test_draws_under_vmap(name):
-    connection, x, f = create_connection(name, prob=0.5), torch.randn(64, 3, 8), torch.randn(64, 3, 8)
-    for randomness, allowed in (("same", (0, 64)), ("different", range(10, 55))):
-        y = torch.func.vmap(connection, randomness=randomness)(x, f)
-        linear = (y - (x + f)).abs().amax((1, 2)) < 1e-5
-        assert int(linear.sum()) in allowed
-
-
 def test_probability_0_is_linear_bit_for_bit():
     x, f = X.float(), F.float()
     assert torch.equal(create_connection("feature", prob=0.0)(x, f), x + f)
@@ -113,21 +104,10 @@ class Helped(Connection):
         return self.combined(x, f)
 
 
-class Nested(HalfConnection):
-    def forward(self, x, f, attn_mask=None):
-        return super().forward(x, 2.0 * f)
-
-
-class OfItsBase(FeatureConnection):
-    def forward(self, x, f, attn_mask=None):
-        return FeatureConnection.forward(self, x, 2.0 * f, attn_mask)
-
-
-@pytest.mark.parametrize("connection", [Helped, Nested, OfItsBase])
-def test_a_skip_reaches_join_through_other_methods(connection):
+def test_a_skip_reaches_join_through_other_methods():
     skip = create_skip("orthogonal_tp", 3, dim=1)
-    connected = create_connection(connection, dim=1, skip=skip).double()
-    torch.testing.assert_close(connected(X, F), create_connection(connection, dim=1).double()(skip(X), F))
+    connected = create_connection(Helped, dim=1, skip=skip).double()
+    torch.testing.assert_close(connected(X, F), create_connection(Helped, dim=1).double()(skip(X), F))
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [

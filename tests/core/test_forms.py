@@ -1,5 +1,6 @@
 """Connections, skips and models have equal results in eager mode, TorchScript, FX, torch.export and torch.compile."""
 import io
+from itertools import cycle
 
 import pytest
 import timm
@@ -72,19 +73,21 @@ def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **op
 
 MODELS = ["vit_small_ortho", "resnetv2_18_cifar_orthog"]
 TABLE = [
-    *(row(connection, name, forms="TorchScript trace FX export strict compile") for name in CONNECTIONS),
-    *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in taking("prob")),
+    *(row(connection, name, forms="TorchScript FX export compile") for name in CONNECTIONS),
+    row(connection, "hybrid", start="linear", forms="trace strict"),
+    *(row(connection, name, prob=0.5, forms="TorchScript FX", slow="compile") for name in taking("prob")),
     row(connection, HalfConnection),
-    *(row(connection, name, groups=3, forms="TorchScript FX export compile") for name in taking("groups")),
-    row(connection, "feature", groups=3, prob=0.5, skip="orthogonal_tp", forms="TorchScript FX"),
-    *(row(connection, name, skip=skip, forms="TorchScript FX") for name in CONNECTIONS for skip in SKIPS),
-    *(row(transform, skip, inputs=1, forms="TorchScript trace FX export") for skip in SKIPS),
-    *(row(model, name, inputs=0, forms="TorchScript FX export compile", slow="inductor") for name in MODELS),
-    *(row(model, name, **arguments, inputs=0, slow="compile")
-      for name in MODELS for arguments in (dict(connection="hybrid"), dict(connection_prob=0.5))),
-    row(model, MODELS[0], connection_groups=2, inputs=0, slow="compile"),
-    row(model, MODELS[1], connection="feature", connection_groups=4, inputs=0, slow="compile inductor"),
-    row(model, MODELS[1], skip="orthogonal_tp", inputs=0, forms="compile"),
+    *(row(connection, name, groups=3, forms="TorchScript FX", slow="export compile") for name in taking("groups")),
+    row(connection, "feature", groups=3, prob=0.5, skip="orthogonal_tp", forms="TorchScript FX export compile"),
+    # each connection with some skips, and each skip with one connection
+    *(row(connection, name, skip=skip, forms="TorchScript FX") for name, skip in zip(cycle(CONNECTIONS), SKIPS)),
+    *(row(transform, skip, inputs=1, forms="TorchScript FX", slow="trace export") for skip in SKIPS),
+    *(row(model, name, inputs=0, forms="TorchScript FX compile", slow="export inductor") for name in MODELS),
+    row(model, MODELS[0], connection="hybrid", inputs=0, slow="compile"),
+    row(model, MODELS[1], connection_prob=0.5, inputs=0, slow="compile"),
+    row(model, MODELS[0], connection_groups=2, inputs=0, forms="", slow="TorchScript FX export compile"),
+    row(model, MODELS[1], connection="feature", connection_groups=4, inputs=0, forms="FX", slow="compile inductor"),
+    row(model, MODELS[1], skip="orthogonal_tp", inputs=0, forms="", slow="compile"),
     row(model, MODELS[1], skip="idempotent_cmr", inputs=0, forms="", slow="compile"),
 ]
 
@@ -118,19 +121,17 @@ OTHERS = {  # by the number of groups; the second set is for the weights of hybr
         "select.int", "clamp.default", "detach.default", "alias.default", "sin.default", "cos.default")}}
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize(("name", "arguments"), [
-    *((name, {}) for name in CONNECTIONS), *((name, dict(prob=0.5)) for name in taking("prob")),
-    *((name, dict(groups=3)) for name in taking("groups")),
+    *((name, {}) for name in CONNECTIONS), ("global", dict(prob=0.5)), ("hybrid", dict(groups=3)),
 ])
-def test_exported_programs_contain_only_arithmetic(name, arguments, decomposed):
+def test_exported_programs_contain_only_arithmetic(name, arguments):
     """Core ML's converter supports neither ``addcmul`` nor the argument ``alpha`` of an addition."""
     program = torch.export.export(create_connection(name, **arguments).eval(), (torch.ones(2, 3, WIDTH),) * 2)
-    nodes = [node for node in (program.run_decompositions() if decomposed else program).graph.nodes
-             if node.op == "call_function"]
     allowed = ARITHMETIC | OTHERS[arguments.get("groups", 1)] | (OTHERS["hybrid"] if name == "hybrid" else set())
-    assert {str(node.target) for node in nodes} <= allowed
-    assert not any(node.kwargs for node in nodes)
+    for graph in (program.graph, program.run_decompositions().graph):
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        assert {str(node.target) for node in nodes} <= allowed
+        assert not any(node.kwargs for node in nodes)
 
 
 @torch.no_grad()

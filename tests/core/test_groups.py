@@ -54,22 +54,6 @@ def test_padding_does_not_affect_real_tokens():
     assert torch.equal(connection(x, f, attn_mask=mask)[1, :2], y[1, :2])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # raised in the exporter
-@pytest.mark.parametrize(("shape", "dim"), [((2, 5, 12), -1), ((2, 12, 3, 4), 1)])
-def test_onnx(shape, dim):
-    for package in ("onnxruntime", "onnxscript"):
-        pytest.importorskip(package)
-    import onnxruntime
-
-    x, f, _ = drawn(shape, torch.float32)
-    connection = create_connection("feature", dim=dim, groups=4).eval()
-    program = torch.onnx.export(connection, (x, f), dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-    inputs = dict(zip((node.name for node in session.get_inputs()), (x.numpy(), f.numpy()), strict=True))
-    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), connection(x, f))
-
-
 # ------------------------------------------------------------------------------------------------- in a model
 MODELS = {
     "ViT": lambda: timm.create_model("vit_test_linear"),
@@ -96,8 +80,7 @@ def test_each_site_of_a_model_loops_over_its_groups(name):
 
 # ------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(("connection", "groups", "message"), [
-    *(("feature", groups, f"groups must be a whole number of at least 1, got {groups!r}")
-      for groups in ("heads", 0, 2.0, True)),
+    ("feature", 2.0, "groups must be a whole number of at least 1, got 2.0"),
     ("global", 6, not_taken("global", "groups")),
 ])
 def test_bad_groups_leave_the_model_unchanged(connection, groups, message):

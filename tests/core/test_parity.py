@@ -19,7 +19,6 @@ from helpers.kernel_cases import (
     SINGLE,
     WEIGHTS,
     both,
-    each_path,
     layouts,
     needs_triton,
     tensors,
@@ -57,9 +56,9 @@ def test_the_gradients_of_the_oracle_against_finite_differences():
 
 # ----------------------------------------------------------------------------------- random cases of the update
 @pytest.mark.parametrize(("backend", "seeds", "elements"), [
-    ("torch", range(400), 3000), ("torch", range(12), 3_000_000),
-    pytest.param("triton", range(60), 600, marks=needs_triton),
-    pytest.param("auto", range(60, 150), 600, marks=needs_triton),
+    ("torch", range(200), 3000), ("torch", range(6), 3_000_000),
+    pytest.param("triton", range(30), 600, marks=needs_triton),
+    pytest.param("auto", range(60, 90), 600, marks=needs_triton),
 ])
 def test_random_cases(backend, seeds, elements):
     for case in (fuzz.Case.of(seed, elements) for seed in seeds):
@@ -71,7 +70,7 @@ def test_random_cases(backend, seeds, elements):
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, lambda: CPU],
                          ids=["inference mode", "no gradients", "default device"])
 def test_random_cases_without_gradients(context):
-    for case in (fuzz.Case.of(seed, 1000) for seed in range(300)):
+    for case in (fuzz.Case.of(seed, 1000) for seed in range(100)):
         if not case.needed:
             with context():
                 assert not fuzz.problem(case, CPU, "torch"), case.text
@@ -93,21 +92,25 @@ def check_case(backend, shape, dim, dtypes=(SINGLE, SINGLE), weights=(0.0, 1.0),
     check_update(backend, dict(x=x, f=scale * f, a=a, b=b), g, dim, keep, needed=needed)
 
 
-@each_path
+@both
 @layouts
-@pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "branch"), *((w, "output") for w in WEIGHTS)], ids=str)
-def test_weights(backend, layout, weights, keep):
-    check_case(backend, *LAYOUTS[layout], weights=weights, keep=keep)
+def test_weights(backend, layout):
+    check_case(backend, *LAYOUTS[layout], keep="branch")
+    for weights in WEIGHTS if backend == "torch" else WEIGHTS[:2]:  # the kernels have no learned weights
+        check_case(backend, *LAYOUTS[layout], weights=weights)
+
+
+DTYPES = [(DOUBLE, DOUBLE), (HALF, HALF), (BRAIN, BRAIN), (SINGLE, BRAIN), (HALF, BRAIN), (BRAIN, SINGLE),
+          (DOUBLE, HALF)]
 
 
 @both
-@layouts
-@pytest.mark.parametrize("dtypes", [
-    (DOUBLE, DOUBLE), (HALF, HALF), (BRAIN, BRAIN), (SINGLE, BRAIN), (HALF, BRAIN), (BRAIN, SINGLE), (DOUBLE, HALF),
-], ids=str)
+@pytest.mark.parametrize(("layout", "dtypes"), [  # each dtype with two layouts
+    (layout, dtypes) for i, layout in enumerate(LAYOUTS) for j, dtypes in enumerate(DTYPES) if (i + j) % 2], ids=str)
 def test_dtypes(backend, layout, dtypes):
     check_case(backend, *LAYOUTS[layout], dtypes)
-    check_case(backend, *LAYOUTS[layout], dtypes, ("a", "b"))
+    if backend == "torch":
+        check_case(backend, *LAYOUTS[layout], dtypes, ("a", "b"))
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
@@ -117,7 +120,7 @@ def test_sizes_of_the_branch(layout, scale, dtype):
     check_case("torch", *LAYOUTS[layout], (dtype, dtype), (0.3, 0.9), scale=scale)
 
 
-@each_path
+@both
 @pytest.mark.parametrize(("shape", "dim"), [
     ((1, 1, 3), -1), ((37, 11, 1), -1), ((3, 2, 64), -1), ((2, 3, 8192), -1), ((2, 3, 9000), -1), ((2, 40000), -1),
     ((5, 33, 9, 11), None), ((5, 33, 9, 11), (2, 3)), ((5, 33, 9, 11), (1, -1)), ((5, 33, 9, 11), (-1, 1, 2)),
@@ -125,17 +128,18 @@ def test_sizes_of_the_branch(layout, scale, dtype):
     ((1, 2049, 5), 1), ((1, 8, 1, 300), 1),
     ((0, 5, 3), -1), ((0, 5, 3), None), ((3, 0), -1),
 ], ids=str)
-@pytest.mark.parametrize("weights", [(0.0, 1.0), ("a", "b")], ids=str)
-def test_shapes(backend, shape, dim, weights):
-    check_case(backend, shape, dim, weights=weights)
+def test_shapes(backend, shape, dim):
+    check_case(backend, shape, dim)
+    if backend == "torch":
+        check_case(backend, shape, dim, weights=("a", "b"))
 
 
 @both
 @layouts
-@pytest.mark.parametrize("needed", ["x", "f", "a", "b", "xa", "fb"])
-def test_gradients_of_some_inputs(backend, layout, needed):
-    weights = tuple(name if name in needed else value for name, value in (("a", 0.0), ("b", 1.0)))
-    check_case(backend, *LAYOUTS[layout], weights=weights, needed=needed)
+def test_gradients_of_some_inputs(backend, layout):
+    for needed in ("x", "f", "a", "b", "xa", "fb") if backend == "torch" else ("x", "f"):
+        weights = tuple(name if name in needed else value for name, value in (("a", 0.0), ("b", 1.0)))
+        check_case(backend, *LAYOUTS[layout], weights=weights, needed=needed)
 
 
 def nhwc(t):
@@ -172,8 +176,9 @@ STRIDES = {
 
 
 @both
-@pytest.mark.parametrize("dim", [0, 1, -1, None, (0, 2), (1, 3)], ids=str)
-@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize(("strides", "dim"), [  # each placement with three axes
+    (strides, dim) for i, strides in enumerate(STRIDES) for j, dim in enumerate([0, 1, -1, None, (0, 2), (1, 3)])
+    if (i + j) % 2], ids=str)
 def test_any_strides(backend, strides, dim):
     x, f, g = STRIDES[strides](*tensors((2, 6, 5, 4)))
     inputs = dict(x=x, f=f, a=0.0, b=1.0)
@@ -207,7 +212,6 @@ def test_a_transposed_stream_projected_over_its_first_axis():
 
 # ------------------------------------------------------------------------------------- the update and its norm
 @needs_triton
-@pytest.mark.parametrize("backend", ["triton", "auto"])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("shape", "dtypes", "of_norm"), [
     ((3, 7, 48), (SINGLE, SINGLE), SINGLE),
@@ -218,7 +222,7 @@ def test_a_transposed_stream_projected_over_its_first_axis():
     ((2, 9, 40), (SINGLE, BRAIN), SINGLE),
     ((1, 3, 1500), (SINGLE, SINGLE), SINGLE),
 ], ids=str)
-def test_an_update_and_its_norm_in_one_step(backend, norm, shape, dtypes, of_norm):
+def test_an_update_and_its_norm_in_one_step(norm, shape, dtypes, of_norm):
     x, f, g = tensors(shape, dtypes)
     norm = made(norm, shape[-1], of_norm)
     upstream = g, torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(g)
@@ -232,7 +236,7 @@ def test_an_update_and_its_norm_in_one_step(backend, norm, shape, dtypes, of_nor
     reference = computed(functools.partial(in_two_steps, update=rounded), norm, x, f, upstream)
     # The norm can amplify rounding errors of y, and its parameters' gradients are sums over all rows.
     sizes = {name: 4 * t.abs().max().item() for name, t in exact.items()}
-    found = problem(computed(in_one_step(backend), norm, x, f, upstream), reference, exact, sizes)
+    found = problem(computed(in_one_step("triton"), norm, x, f, upstream), reference, exact, sizes)
     assert not found, found
 
 

@@ -141,7 +141,7 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.5)]
 
 
-@pytest.mark.parametrize("optimizer", [None, "kept"])
+@pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.slow), "kept"])
 def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
     """After the report, a run has the numbers of all seeds, also for the checkpoints of both of its stages."""
     if optimizer is None:

@@ -73,13 +73,10 @@ NORMS = {
     f"{FIRST}\ny = self.norm(x)": "norm",
     f"{FIRST}\nz = x * self.f(self.norm(x))": "norm",
     f"{FIRST}\nreturn x * self.norm(x)": "norm",
-    f"{FIRST}\nz *= self.norm(x)": "norm",
-    f"{FIRST}\nz = self.norm(x) * self.f(x)": "norm",
     f"{FIRST}\nz: torch.Tensor = self.ln_2(x)": "ln_2",
     "x = self.f(x) + x\ny = self.norm(x)": "norm",
     "z = self.f(x)\nx = x * 2.0\nx += z\ny = self.norm(x)": "norm",
     f"{FIRST}\ny = self.f(y)\nz = self.norm(x)": "norm",
-    f"{FIRST}\ny = x\nx = self.norm(x)\nz = x * 2.0": "norm",
     f"{FIRST}\ny = x\nx = self.norm(y)": "norm",
     f"{FIRST}\ny = self.norm(x)\nif y.mean() > 0.0:\n    y = y * 2.0": "norm",
     f"if self.training:\n    {FIRST}\n    y = self.norm(x)": "norm",
@@ -105,24 +102,17 @@ NORMS = {
     f"if self.training:\n    {FIRST}\ny = self.norm(x)": None,
     # more than one norm, or a norm that is used before
     f"{FIRST}\ny = self.norm(x) * self.norm(x)": None,
-    f"{FIRST}\ny = self.norm(x) * self.ln_2(x)": None,
-    f"{FIRST}\ny = self.norm(y) * self.norm(x)": None,
     f"{FIRST}\ny = self.norm(y)\nz = self.norm(x)": None,
     f"{FIRST}\nself.norm = self.ln_2\ny = self.norm(x)": None,
     # the norm is not always called, or more than once
     f"{FIRST}\ny = self.norm(x) if y.mean() > 0.0 else y": None,
-    f"{FIRST}\ny = y if self.norm(x).mean() > 0.0 else z": None,
     f"{FIRST}\ny = self.training and self.norm(x)": None,
     f"{FIRST}\nif self.training:\n    y = self.norm(x)": None,
-    f"{FIRST}\nif self.norm(x).mean() > 0.0:\n    y = y * 2.0": None,
     f"{FIRST}\nif y.mean() > 9.0:\n    return y\nz = self.norm(x)": None,
     f"{FIRST}\nfor _ in range(2):\n    y = self.norm(x)": None,
     f"{FIRST}\ny = (lambda: self.norm(x))()": None,
     f"{FIRST}\ny = y * (1e9 < y.mean() < self.norm(x).mean())": None,
     f"{FIRST}\ny = sum([self.norm(x) for _ in range(2)])": None,
-    f"{FIRST}\ny = sum({{self.norm(x) for _ in range(2)}})": None,
-    f"{FIRST}\ny = sum(self.norm(x) for _ in range(2))": None,
-    f"{FIRST}\ny = sum({{key: self.norm(x) for key in range(2)}}.values())": None,
     # torch.jit is not available under the name torch
     f"torch = self.f(x)\n{FIRST}\ny = self.norm(x) * torch": None,
 }
@@ -139,12 +129,6 @@ def test_which_norms_are_called_with_the_connection(tmp_path, body):
     calls, calls_made = recorded(plain), recorded(made)
     assert_equal(results(made, x), results(plain, x))
     assert sorted(name for name in calls_made if name != "connection_one") == sorted(calls)
-
-
-def test_a_module_without_torch_keeps_the_plain_calls(tmp_path):
-    block = written(tmp_path, f"{FIRST}\ny = self.norm(x)", imports="")
-    assert route_of(block, [("x", "one")]).next_norms == {}
-    assert "with_norm" not in inspect.getsource(type(routed(block, "one")).forward)
 
 
 class PreNorm(nn.Module):
@@ -199,8 +183,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("connection", ["feature", "hybrid"])  # with the two definitions of `with_norm`
+@pytest.mark.parametrize(("form", "connection"), [  # `feature` and `hybrid` have different definitions of `with_norm`
+    *((form, "feature") for form in FORMS), ("TorchScript", "hybrid"), ("compile", "hybrid")])
 def test_same_results_in_every_form(form, connection):
     block, x = routed(PreNorm, *SITES, connection=connection), torch.randn(2, 3, 4, requires_grad=True)
     converted = FORMS[form](block, x)

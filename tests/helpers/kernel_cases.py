@@ -7,16 +7,12 @@ import torch
 from timm_ortho.update import backend as backends
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = DEVICE == "cpu"
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 EPS = 1e-2  # so large that tests fail if an implementation omits eps
 
 why_not = backends.why_not_triton(DEVICE)
 needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 both = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-# With the fixture `auto_is_triton`, "auto" selects kernels and tests them at first use, as on CUDA.
-each_path = pytest.mark.parametrize(
-    "backend", ["torch", *(pytest.param(name, marks=needs_triton) for name in ("triton", "auto"))])
 kernels = importlib.import_module("timm_ortho.update.kernels") if backends.TRITON_IS_INSTALLED else None
 
 

@@ -3,6 +3,7 @@
 Low precision changes their logits about as much as it changes the logits of timm's models.
 """
 import copy
+from itertools import cycle
 
 import pytest
 import timm
@@ -64,8 +65,7 @@ def test_int8(name, connection):
     assert 0 < loss < 1.5 * of_host < 0.3
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize(("name", "connection"), zip(cycle(MODELS), CONNECTIONS, strict=False))
 def test_bfloat16(name, connection):
     def cast(model):
         return copy.deepcopy(model).to(torch.bfloat16)
@@ -114,7 +114,7 @@ def quantized_by_onnxruntime(model, some, folder):
 
 
 @pytest.mark.filterwarnings("ignore:XNNPACKQuantizer is deprecated:UserWarning")  # ExecuTorch contains the same code
-@pytest.mark.parametrize("quantizer", ["XNNPACK", "ONNX Runtime"])
+@pytest.mark.parametrize("quantizer", ["XNNPACK", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
 def test_static_int8_without_the_connections(quantizer, tmp_path):
     """The accuracy is within one point of linear's. With quantized connections, it is 95.0 % and 94.2 %."""
     linear, model = (timm.create_model(f"vit_test_{name}.digits", pretrained=True, exportable=True).eval()

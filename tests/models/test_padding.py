@@ -4,7 +4,7 @@ import inspect
 import pytest
 import timm
 import torch
-from helpers.padded import KEYS, LENGTHS, OF_SAMPLES, RAGGED, SQUARE, additive
+from helpers.padded import KEYS, LENGTHS, OF_SAMPLES, RAGGED, additive
 from helpers.small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
@@ -37,15 +37,12 @@ SIZES = ((8, 12), (16, 16), (4, 20), (4, 4))  # images of 6, 16, 5 and 1 patches
 SMALL = dict(patch_size=4, img_size=16, embed_dim=32, depth=3, num_heads=2, init_values=None, num_classes=5)
 OPTIONS = {
     "average of patches": dict(global_pool="avg", reg_tokens=4, fc_norm=True),
-    "average with registers": dict(global_pool="avg", reg_tokens=2, pool_include_prefix=True),
-    "average and maximum": dict(global_pool="avgmax"),
     "maximum": dict(global_pool="max", class_token=True),
     "class token": dict(global_pool="token", class_token=True, reg_tokens=2),
     "attention pooling": dict(global_pool="map", reg_tokens=1),
     "mask of keys": dict(global_pool="avg", use_key_only_attn_mask=True),
     "EVA's blocks": dict(global_pool="avg", attn_type="eva", swiglu_mlp=True),
     "rotary positions": dict(global_pool="avg", attn_type="rope", rope_type="axial", pos_embed="none"),
-    "rotary, mixed": dict(global_pool="token", class_token=True, attn_type="eva", rope_type="mixed", pos_embed="none"),
     "norms after": dict(global_pool="avg", block_fn=ResPostBlock),
     "transformed stream": dict(global_pool="avg", reg_tokens=2, skip="orthogonal_tp"),
     "drawn at random": dict(global_pool="avg", connection_prob=0.5),
@@ -91,8 +88,6 @@ def assert_same(results, expected):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_padding_changes_nothing(options):
     """Images of four shapes have the same logits and gradients in one padded batch as in four batches of one image."""
-    if options.get("rope_type") == "mixed" and timm.__version__ in ("1.0.29", "1.0.30"):
-        pytest.skip("this timm passes the dtype of mixed rotary embeddings as their device")
     model = naflex(**options)
     assert {type(site.connection).__name__ for site in sites(model)} >= {"GlobalConnection"}
     if "connection_prob" in options:
@@ -128,32 +123,6 @@ def test_compiled_as_one_graph():
         assert_same(results, logits_and_gradients(model, [inputs]))
     finally:
         torch._dynamo.reset()
-
-
-def test_exported_with_a_mask_of_any_length():
-    block = naflex(global_pool="avg").blocks[0]
-    x, mask = torch.randn(3, 9, 32).double(), additive(torch.rand(3, 1, 9, 9) < 0.2, -torch.inf, torch.float64)
-    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
-    shapes = dict(x={0: batch, 1: tokens}, attn_mask={0: batch, 2: tokens, 3: tokens}, is_causal=None)
-    shapes = {name: shapes[name] for name in inspect.signature(block.forward).parameters}
-    shapes.pop("is_causal", None)
-    program = torch.export.export(block, (x, mask), dynamic_shapes=shapes).module()
-    hidden, keys = torch.randn(4, 8, 32).double(), additive(SQUARE, torch.finfo(torch.float64).min, torch.float64)
-    torch.testing.assert_close(program(hidden, keys), block(hidden, keys))
-    shapes["attn_mask"] = {0: tokens, 1: tokens}
-    program = torch.export.export(block, (x, torch.ones(9, 9).bool().tril()), dynamic_shapes=shapes).module()
-    torch.testing.assert_close(program(hidden, torch.ones(8, 8).bool()), block(hidden))
-
-
-def test_bfloat16_autocast_is_as_exact_as_linear():
-    def distance(connection):
-        model = naflex(connection=connection, global_pool="avg").float()
-        padded, plain = (
-            {**inputs, "patches": inputs["patches"].float()} for inputs in (collated(images(), 20), collated(images())))
-        with torch.autocast("cpu", torch.bfloat16):
-            return (model(padded) - model(plain)).abs().max()
-
-    assert distance("global") <= max(2 * distance("linear"), 1e-2)
 
 
 def test_vit_as_naflex():
@@ -265,8 +234,7 @@ def transformers():
 SMALL_TRANSFORMER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 
 
-@pytest.mark.parametrize("samples", [4, 8])  # there are 8 tokens
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
+@pytest.mark.parametrize(("attention", "samples"), [("eager", 4), ("sdpa", 8), ("packed", 8)])  # there are 8 tokens
 def test_text_towers_of_clip(transformers, attention, samples):
     torch.manual_seed(0)
     config = transformers.CLIPTextConfig(vocab_size=40, max_position_embeddings=8, eos_token_id=39, **SMALL_TRANSFORMER,

@@ -2,7 +2,6 @@
 import json
 import re
 import runpy
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -119,16 +118,6 @@ def test_a_wrong_registration(name, make, message):
         register_skip(name, make)
     assert "\n" not in str(caught.value)
     assert before == SKIPS
-
-
-def test_functions_without_a_docstring_and_another_function():
-    first = lambda width, dim: nn.Identity()  # noqa: E731
-    first.__doc__ = "\n  "
-    for name, make in (("mine", first), ("mine", first), ("bound", partial(Matrix, seed=1))):
-        register_skip(name, make)
-        assert SKIPS[name][0] == "registered by its author"
-    with pytest.raises(ValueError, match="skip 'mine' already exists"):
-        register_skip("mine", lambda width, dim: nn.Hardtanh())
 
 
 @pytest.mark.parametrize("connection", ["linear", "feature"])
