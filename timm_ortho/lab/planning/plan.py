@@ -29,7 +29,7 @@ from ..train_options import options_with
 from .design import Design, load
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .request import Request
-from .trainers import check
+from .check import check
 
 STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.
