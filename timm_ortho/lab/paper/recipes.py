@@ -21,6 +21,15 @@ def names() -> list[str]:
     return [*experiments(), ANY_VIT, *(f"skipnet_{data}" for data in ("cifar10", "cifar100", "svhn"))]
 
 
+def stated(recipe: str) -> tuple[str, str, Mapping[str, Any]] | None:
+    """Return data set, table and top-1 accuracies of a recipe in its paper, None for a recipe of no paper."""
+    if recipe in experiments():
+        experiment = experiments()[recipe]
+        return name("dataset", experiment.dataset), experiment.table, experiment.top1()
+    of_skips = skip_recipe(recipe)
+    return of_skips and (of_skips[0], f"{of_skips[1]} of Wang et al. (2017)", of_skips[2])
+
+
 def device_options(recipe: str) -> dict[str, Any]:
     """Return the paper's crop and RandAugment for images on the device, which replace timm's nearest options there.
 

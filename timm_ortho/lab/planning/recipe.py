@@ -13,7 +13,7 @@ from typing import Any, Mapping
 
 import timm
 
-from ..._text import did_you_mean
+from ..._text import aligned, did_you_mean
 from ..._yaml import load_yaml
 from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
@@ -38,6 +38,17 @@ def text(name: str) -> str:
         return shipped_files("recipes")[name].read_text(encoding="utf-8")
     raise LabError(f"there is no recipe '{name}'{did_you_mean(name, shipped())} (see timm-ortho recipe --list; "
                    "for your own recipe, use the path of its file)")
+
+
+def listing() -> str:
+    """Return a line for each recipe: its name, model and data set, the table in the paper, and the paper's accuracy."""
+    rows = [("name", "model", "data set", "table", "top-1 in the paper")]
+    for name in shipped():
+        values = load(name)
+        data, table, top1 = recipes.stated(name) or (str(values.get("dataset") or "any"), "-", {})
+        accuracies = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in top1.items())
+        rows.append((name, values["model"], data, table, accuracies or "-"))
+    return "".join(f"{line}\n" for line in aligned(rows))
 
 
 def load(name: str) -> dict[str, Any]:
