@@ -128,7 +128,7 @@ def _variant(base: str) -> str:
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:
-    """Return the argument parser of a `train.py`. If the script is not timm's or is too old, raise a LabError."""
+    """Return the argument parser of a `train.py`. If the script is not timm's, raise a LabError."""
     advice = ("use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone "
               "https://github.com/huggingface/pytorch-image-models")
     if not script.is_file():
@@ -140,10 +140,6 @@ def of_script(script: Path) -> argparse.ArgumentParser:
         parser = module.parser
     except Exception as error:  # noqa: BLE001 the script may raise anything
         raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
-    known = vars(parser.parse_args([]))
-    lacking = [name for name in ("device_modules", "model_kwargs", "initial_checkpoint", "resume") if name not in known]
-    if lacking:
-        raise LabError(f"{script} is older than timm's option {lacking[0]}: {advice}")
     return parser
 
 

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
@@ -161,7 +161,7 @@ def _draw(axes: Axes, panel: Panel, below: str) -> None:
     for name, (look, x, curves) in panel.lines.items():
         if panel.points:
             _, means, spread = bands[name]
-            axes.errorbar(x, means, yerr=[by or math.nan for by in spread], label=name, capsize=3, linewidth=1.3,
+            axes.errorbar(x, means, yerr=np.where(spread > 0, spread, math.nan), label=name, capsize=3, linewidth=1.3,
                           markersize=5, **{**look, **({"linestyle": ""} if panel.ticks else {})})
             dots = [(at, value) for curve in curves for at, value in zip(x, curve, strict=True) if finite(value)]
             axes.scatter(*zip(*dots, strict=True), s=9, color=look["color"], alpha=0.45, linewidths=0)
@@ -203,11 +203,12 @@ def _x_axis(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
 
 
-def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[list[float], list[float]]:
+def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[np.ndarray, np.ndarray]:
     """Return means and standard deviations of curves at each x. Values may be None or NaN."""
-    columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
-    return ([fmean(column) if column else math.nan for column in columns],
-            [stdev(column) if len(column) > 1 else 0.0 for column in columns])
+    finite_values = np.ma.masked_invalid(np.array(curves, dtype=float))
+    if len(curves) == 1:
+        return finite_values[0].filled(math.nan), np.zeros(finite_values.shape[1])
+    return finite_values.mean(0).filled(math.nan), finite_values.std(0, ddof=1).filled(0.0)
 
 
 def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> None:
@@ -219,8 +220,7 @@ def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> N
               for other, (at, mean, by) in bands.items() if other != name]
     apart = [all(abs(mean - there[at][0]) > by + there[at][1] for there in others if at in there)
              for at, mean, by in zip(x, means, spread, strict=True)]
-    low, high = ([mean + sign * by for mean, by in zip(means, spread, strict=True)] for sign in (-1, 1))
-    axes.fill_between(x, low, high, where=apart, color=look["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(x, means - spread, means + spread, where=apart, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def _panel(

@@ -105,7 +105,7 @@ def run(
             return dict(found.result)
         torch.set_num_threads(threads)
         plan.write_options(folder)  # train.py may have overwritten args.yaml
-        found = replace(found, sessions=[*found.sessions, _session(found)])
+        found = replace(found, sessions=[*found.sessions, _session()])
         save(folder, found)
         try:
             result = _train(plan, folder)
@@ -140,25 +140,11 @@ def _check(plan: Variant, source: Path, train_py: Optional[str], named: Mapping[
                     raise LabError(f"option '{key}' of {source}: {error_text(error)}") from None
 
 
-def _session(found: RunFile) -> dict[str, Any]:
-    """Return the entry in `sessions` for this process.
-
-    Print a warning if a version of torch, timm or timm-ortho differs from that of the previous process.
-    """
-    before = found.last_session
-    here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
-            "job": _slurm_job()}
-    for key in ("torch", "timm", "timm-ortho"):
-        if before.get(key, here[key]) != here[key]:
-            print(f"timm-ortho: the run was last trained with {key} {before[key]} and continues with {here[key]}",
-                  file=sys.stderr)
-    return here
-
-
-def _slurm_job() -> Optional[str]:
-    """Return the id of this process's Slurm job as squeue lists it, None outside of Slurm."""
+def _session() -> dict[str, Any]:
+    """Return the entry in `sessions` for this process. `job` is the id of its Slurm job as squeue lists it."""
     array = [os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK")]
-    return "_".join(array) if all(array) else os.environ.get("SLURM_JOB_ID")
+    return {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
+            "job": "_".join(array) if all(array) else os.environ.get("SLURM_JOB_ID")}
 
 
 def _with_last(found: RunFile, **changes: Any) -> RunFile:
