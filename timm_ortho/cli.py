@@ -11,7 +11,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Sequence
 
 from . import __version__
 from ._text import UserError, aligned, error_text
@@ -124,14 +124,12 @@ def _add_compare(commands: Any) -> None:
     parser.set_defaults(call=_compare)
 
 
-_PASSED = ("model", "weights", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device",
-           "amp", "amp_dtype", "torchcompile", "device_modules", "device_images")
-
-
 def _compare(parsed: argparse.Namespace) -> int:
     from .lab import commands as lab
 
-    options = {**dict(parsed.option), **_requested(parsed, _PASSED)}
+    names = ("model weights dataset data_dir epochs batch_size img_size lr workers device amp amp_dtype torchcompile "
+             "device_modules device_images")
+    options = {**dict(parsed.option), **_requested(parsed, names)}
     if parsed.model_kwargs:
         options["model_kwargs"] = dict(parsed.model_kwargs)
     request = lab.Request(
@@ -155,7 +153,9 @@ def _add_study(commands: Any) -> None:
         description="Trains the runs of a study, compares runs with the same seed in pairs, and writes a report. "
                     "Ctrl-C and SIGTERM write a report of the finished runs. To continue, run the same command again.")
     run.set_defaults(act=lambda lab, parsed: lab.run(
-        _request(lab, parsed), slurm=_slurm(lab, parsed), parallel=parsed.parallel, threads=parsed.threads))
+        _request(lab, parsed), parallel=parsed.parallel, threads=parsed.threads, slurm=lab.Slurm(
+            parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm)
+        ) if parsed.launcher == "slurm" else None))
     status = actions.add_parser("status", help="print the state of each run of a study")
     status.add_argument("folder", type=Path, metavar="FOLDER", help="output folder of the study")
     status.set_defaults(act=lambda lab, parsed: print(lab.status(parsed.folder)))
@@ -219,7 +219,7 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
     return lab.Request(
         lab.load(parsed.name, parsed.scale),
         {**dict(parsed.option),
-         **_requested(parsed, ("dataset", "data_dir", "device", "device_modules", "device_images"))},
+         **_requested(parsed, "dataset data_dir device device_modules device_images")},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
         only=parsed.only,
@@ -231,15 +231,9 @@ def _request(lab: Any, parsed: argparse.Namespace) -> Any:
     )
 
 
-def _slurm(lab: Any, parsed: argparse.Namespace) -> Any:
-    if parsed.launcher == "local":
-        return None
-    return lab.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
-
-
-def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the named options that the user set."""
-    return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+def _requested(parsed: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Return the options that the user set. `names` lists options, separated by spaces."""
+    return {name: getattr(parsed, name) for name in names.split() if getattr(parsed, name) is not None}
 
 
 def _words(values: Sequence[str]) -> list[str]:
@@ -313,8 +307,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     from .bench import bench
     from .run_folder import environment
 
-    options = _requested(parsed, ("what", "models", "img_size", "batch_size", "shapes", "dtypes", "device", "compile",
-                                  "modes", "repeats"))
+    options = _requested(parsed, "what models img_size batch_size shapes dtypes device compile modes repeats")
     options["model_kwargs"] = dict(parsed.model_kwargs)
     return bench(options, environment(), parsed.output, parsed.command_line)
 
@@ -333,39 +326,14 @@ def _add_recipe(commands: Any) -> None:
 
 
 def _recipe(parsed: argparse.Namespace) -> int:
-    from .lab.planning.recipe import text
+    from .lab.planning import recipe
 
-    if parsed.list:
-        return _list_recipes()
+    text = recipe.listing() if parsed.list else recipe.text(parsed.name)
     if parsed.output:
-        parsed.output.write_text(text(parsed.name), encoding="utf-8")
+        parsed.output.write_text(text, encoding="utf-8")
     else:
-        print(text(parsed.name), end="")
+        print(text, end="")
     return 0
-
-
-def _list_recipes() -> int:
-    from .lab.paper import experiments, numbers, skip_recipe
-    from .lab.planning.recipe import load, shipped
-
-    rows = [("name", "model", "data set", "table", "top-1 in the paper")]
-    for name in shipped():
-        values = load(name)
-        dataset, table, top1 = str(values.get("dataset") or "any"), "-", "-"
-        if name in experiments():
-            experiment = experiments()[name]
-            dataset, table = numbers()["datasets"][experiment.dataset]["name"], experiment.table
-            top1 = _top1(experiment.top1())
-        elif skip_recipe(name):
-            dataset, table, top1_by_skip = skip_recipe(name)
-            table, top1 = f"{table} of Wang et al. (2017)", _top1(top1_by_skip)
-        rows.append((name, values["model"], dataset, table, top1))
-    print("\n".join(aligned(rows)))
-    return 0
-
-
-def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
-    return "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in by_label.items())
 
 
 # ------------------------------------------------------------------------------------------------- push
@@ -398,15 +366,14 @@ def _push(parsed: argparse.Namespace) -> int:
     from .hub import export, push
     from .run_folder import import_modules
 
-    contents = _requested(parsed, ("ema", "labels", "license", "revision"))
+    contents = _requested(parsed, "ema labels license revision")
     import_modules(parsed.device_modules)
     if parsed.dry_run:
         folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
         print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
         print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
         return 0
-    upload = _requested(parsed, ("private", "create_pr", "commit_message"))
-    commit = push(parsed.model, parsed.repo_id, **contents, **upload)
+    commit = push(parsed.model, parsed.repo_id, **contents, **_requested(parsed, "private create_pr commit_message"))
     print(commit.pr_url or commit.commit_url)
     return 0
 
@@ -438,65 +405,49 @@ def _list(parsed: argparse.Namespace) -> int:
     import timm
 
     from .convert import is_variant
-    from .models.coverage import similar_variants
-
-    if parsed.weights:
-        return _list_weights(parsed.pattern or "*")
-    if not parsed.pattern:
-        return _list_modules()
-    names = [name for name in timm.list_models(parsed.pattern) if is_variant(name)]
-    if not names:
-        raise UserError(f"no variant matches '{parsed.pattern}'{similar_variants(parsed.pattern)}")
-    width = max(map(len, names))
-    print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
-    for name in names:
-        print(_describe(name, width), flush=True)
-    return 0
-
-
-def _list_weights(pattern: str) -> int:
-    """List weights without network access. The size of an absent file is estimated as 4 bytes per parameter."""
-    import timm
-
-    from .convert import is_variant
-    from .weights.pretrained import weights
-
-    names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
-    if not names:
-        raise UserError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
-    rows = [("name", "size", "from", "on this machine")]
-    for entry in map(weights, names):
-        size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
-        rows.append((entry.name, _bytes(size), entry.source, "yes" if entry.file else "no"))
-    print("\n".join(aligned(rows, "<><<")))
-    return 0
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
-
-
-def _list_modules() -> int:
     from .models import coverage
 
-    rows = [coverage.COLUMNS, *map(coverage.cells, coverage.timm_modules())]
-    print("\n".join(aligned(rows)))
-    for library, modules in coverage.libraries().items():
-        print(f"\n{library}, for timm_ortho.connect: residual blocks by module")
-        print("\n".join(aligned([(module, ", ".join(blocks)) for module, blocks in modules.items()])))
+    pattern = parsed.pattern or "*"
+    if parsed.weights:
+        names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
+        if not names:
+            raise UserError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
+        print("\n".join(aligned([("name", "size", "from", "on this machine"), *map(_weights, names)], "<><<")))
+    elif not parsed.pattern:
+        print("\n".join(aligned([coverage.COLUMNS, *map(coverage.cells, coverage.timm_modules())])))
+        for library, modules in coverage.libraries().items():
+            print(f"\n{library}, for timm_ortho.connect: residual blocks by module")
+            print("\n".join(aligned([(module, ", ".join(blocks)) for module, blocks in modules.items()])))
+    else:
+        names = [name for name in timm.list_models(pattern) if is_variant(name)]
+        if not names:
+            raise UserError(f"no variant matches '{pattern}'{coverage.similar_variants(pattern)}")
+        width = max(map(len, names))
+        print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
+        for name in names:
+            print(_described(name, width), flush=True)
     return 0
 
 
-def _describe(name: str, width: int) -> str:
+def _weights(name: str) -> tuple[str, ...]:
+    """Return the row of a variant with weights, without network access. 4 bytes per parameter for an absent file."""
+    from .weights.pretrained import weights
+
+    entry = weights(name)
+    size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(name))
+    unit, text = (1e6, "MB") if size >= 1e6 else (1e3, "kB")
+    return entry.name, f"{size / unit:.0f} {text}", entry.source, "yes" if entry.file else "no"
+
+
+def _described(name: str, width: int) -> str:
     import timm
 
     from .model_sites import sites
 
     model = _model_on_meta(name)
-    of_model = sites(model)
-    used = sorted({site.connection.name for site in of_model})
+    used = sorted({site.connection.name for site in sites(model)})
     weights = "yes" if timm.is_model_pretrained(name) else "none"
-    return f"{name:{width}}  {_parameters(model):>14,}  {len(of_model):>5}  {', '.join(used):10}  {weights}"
+    return f"{name:{width}}  {_parameters(model):>14,}  {len(sites(model)):>5}  {', '.join(used):10}  {weights}"
 
 
 def _model_on_meta(name: str) -> Any:

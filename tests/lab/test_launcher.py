@@ -14,7 +14,6 @@ import yaml
 from helpers.tiny_study import (
     BATCHES,
     STUDY,
-    Stop,
     assert_same_run,
     change_run,
     compared,
@@ -23,7 +22,6 @@ from helpers.tiny_study import (
     read,
     request,
     result_of,
-    state,
     stopped,
     trained,
     unfinish,
@@ -31,10 +29,10 @@ from helpers.tiny_study import (
 )
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, commands as study, folder as folders
+from timm_ortho.lab import LabError, commands as study, folder as folders, representation
 from timm_ortho.lab.folder import LOG, Stage, Variant
 from timm_ortho.lab.reporting import collect
-from timm_ortho.lab.running import features, launcher, run, slurm
+from timm_ortho.lab.running import launcher, run, slurm
 from timm_ortho.run_folder import read_history, read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -106,14 +104,14 @@ def test_collected_results(tiny):
     ckas = [item["representation"]["linear_cka"] for item in part.runs]
     assert (ckas[0], ckas[2]) == (None, None)  # baselines have no CKA
     assert 0.0 < ckas[1] < 1.0
-    assert ckas[1] == pytest.approx(features.representation.linear_cka(*(
-        features._stored(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature"))))
+    assert ckas[1] == pytest.approx(representation.linear_cka(*(
+        collect.features_in(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature"))))
 
 
 def test_damaged_features(tmp_path):
     (tmp_path / "features.npy").write_bytes(b"PK")
     with pytest.raises(LabError, match=r"features.npy cannot be read \(.*: remove .* to train the run again"):
-        features._stored(tmp_path)
+        collect.features_in(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------- status
@@ -192,8 +190,12 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
     """One run is continued, and one run's loss is nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
-    clock = iter(range(0, 1000, 5))
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: next(clock))
+    seconds = [0]
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: seconds[0])
+
+    def after(time):
+        seconds[0] = time
+        lines.update(experiment.runs)
 
     def epoch(name, number, loss, top1):
         path = experiment.folder / name / "summary.csv"
@@ -202,18 +204,16 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
             file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
 
     epoch("linear-seed0", 0, 2.5, 10.0)
-    lines = launcher._Progress(experiment.folder, experiment.runs)  # the mocked clock is at 0 seconds
-    lines.update(experiment.runs)
+    lines = launcher._Progress(experiment.folder, experiment.runs)
+    after(0)
     assert capsys.readouterr().err == ""  # there is no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
-    lines.update(experiment.runs)  # at 5 seconds, after one of the seven remaining epochs
-    lines.update(experiment.runs)
+    after(5)  # one of the seven remaining epochs is finished
+    after(10)
     epoch("feature-seed0", 0, "nan", 10.0)
-    lines.update(experiment.runs)  # prints nothing: less than 20 seconds after the last line
+    after(15)  # prints nothing: less than 20 seconds after the last line
     epoch("feature-seed0", 1, "nan", 10.0)
-    for _ in range(3):
-        next(clock)
-    lines.update(experiment.runs)  # at 30 seconds
+    after(30)
     assert capsys.readouterr().err.splitlines() == [
         "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 0:00:30 left",
         "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 0:00:40 left"]
@@ -431,16 +431,6 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert end.value.code == 143
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
-
-
-def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
-    folder = one_run(tmp_path / "out")
-    stopped(folder, monkeypatch, BATCHES + 1, Stop)
-    sessions = read_run(folder).sessions
-    change_run(folder, sessions=[{**sessions[0], "torch": "1.0"}])
-    run.run(folder)
-    assert f"was last trained with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
-    assert state(folder)["epoch"] == 1
 
 
 @pytest.mark.parametrize(("gpus", "parallel", "visible", "slots"), [

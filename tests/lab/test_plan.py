@@ -110,7 +110,7 @@ def test_only_some_cells(tmp_path):
 
     assert names(("lr", "0.01")) == ["lr=0.01-linear-seed0", "lr=0.01-feature-seed0"]
     assert names(("lr", "0.01"), ("connection", "feature")) == ["lr=0.01-feature-seed0"]
-    assert names(("lr", "1e-3"), ("lr", "0.01")) == names(("lr", "1e-3,0.01")) == names()
+    assert names(("lr", "1e-3"), ("lr", "0.01")) == names(("lr", "0.001,1e-2")) == names()
     with pytest.raises(LabError, match=r"--only lr=high: the values of lr are 1e-3; 0.01"):
         names(("lr", "high"))
     with pytest.raises(LabError, match="--only depth: the study has no such axis, only lr, connection"):

@@ -7,7 +7,7 @@ import timm
 from timm_ortho import cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.planning import recipe
-from timm_ortho.lab.planning.trainers import check_loop_options
+from timm_ortho.lab.planning.check import check_loop_options
 from timm_ortho.lab.train_options import DEFAULTS, known_options
 
 

@@ -11,7 +11,7 @@ import torch
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab.planning import design, model_check, plan, study_file
+from timm_ortho.lab.planning import check, design, plan, study_file
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.reporting import layout, report
 from timm_ortho.lab.running import loop as train
@@ -69,7 +69,7 @@ def build(options):
 
 @cache
 def takes_img_size(name):
-    return model_check._takes_img_size(timm.create_model(name))
+    return check.takes_img_size(timm.create_model(name))
 
 
 def test_list_of_studies(capsys):

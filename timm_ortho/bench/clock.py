@@ -22,44 +22,25 @@ BUSY = 20  # one write of the buffer takes about 75 us on an H200
 
 
 class Candidate(NamedTuple):
-    """A function to time. Each call is `run(prepare())`; only `run` is timed.
+    """A function to time. Each call is `run(prepare())`; only `run` is timed."""
 
-    Attributes:
-        name: Name in the tables; `linear` is the baseline.
-        run: Receives the result of `prepare`.
-        prepare: Called before each `run`.
-        backend: Returns the name of the backend that runs.
-        moved: Bytes that a call must read and write. 0 if a call moves none, or if the bytes are not counted, as for
-            models.
-        keep: Forward pass with gradients, for measuring the bytes saved for the backward pass.
-        parameters: Tensors to exclude from the saved bytes.
-        held: Bytes of inputs, parameters and buffers.
-        note: Reason why the candidate cannot run, empty if it can.
-    """
-
-    name: str
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
-    backend: Callable[[], str] = lambda: "torch"
-    moved: int = 0
-    keep: Optional[Callable[[], Any]] = None
-    parameters: Sequence[Tensor] = ()
-    held: int = 0
-    note: str = ""
+    name: str  # in the tables; `linear` is the baseline
+    run: Callable[[Any], Any]  # receives the result of `prepare`
+    prepare: Callable[[], Any] = lambda: None  # called before each `run`
+    backend: Callable[[], str] = lambda: "torch"  # returns the name of the backend that runs
+    moved: int = 0  # bytes that a call must read and write; 0 if it moves none, or if they are not counted (models)
+    keep: Optional[Callable[[], Any]] = None  # forward pass with gradients, to measure the bytes saved for backward
+    parameters: Sequence[Tensor] = ()  # tensors to exclude from the saved bytes
+    held: int = 0  # bytes of inputs, parameters and buffers
+    note: str = ""  # the reason why the candidate cannot run, empty if it can
 
 
 class Group(NamedTuple):
-    """Candidates that do the same work.
+    """Candidates that do the same work."""
 
-    Attributes:
-        labels: Values of the columns of `bench.csv` in which all candidates agree.
-        images: Images per step, 0 for an operator.
-        build: Creates the candidates.
-    """
-
-    labels: Mapping[str, str]
-    images: int
-    build: Callable[[], list[Candidate]]
+    labels: Mapping[str, str]  # the columns of `bench.csv` in which all candidates agree
+    images: int  # per step; 0 for an operator
+    build: Callable[[], list[Candidate]]  # creates the candidates
 
 
 class Clock:

@@ -36,21 +36,13 @@ class BenchError(UserError, ValueError):
 
 
 class Architecture(NamedTuple):
-    """A model to measure.
+    """A model to measure."""
 
-    Attributes:
-        base: Name of the variants without their suffix.
-        variants: Names of the variants to measure, by the name of their candidate.
-        arguments: Arguments of `timm.create_model`.
-        batch: Shape of the images, `[B, C, H, W]`.
-        layouts: Memory layouts to measure.
-    """
-
-    base: str
-    variants: Mapping[str, str]
-    arguments: Mapping[str, Any]
-    batch: tuple[int, ...]
-    layouts: Sequence[str]
+    base: str  # the name of the variants without their suffix
+    variants: Mapping[str, str]  # name of a candidate -> name of its variant
+    arguments: Mapping[str, Any]  # of `timm.create_model`
+    batch: tuple[int, ...]  # the shape of the images, `[B, C, H, W]`
+    layouts: Sequence[str]  # memory layouts to measure
 
     @property
     def label(self) -> str:

@@ -48,22 +48,13 @@ Measurement = dict[str, Any]  # one line of bench.csv, by column
 
 @dataclass
 class Result:
-    """Measurements of one candidate.
+    """Measurements of one candidate."""
 
-    Attributes:
-        name: Name of the candidate; `linear` is the baseline, and `copy` measures the bandwidth.
-        moved: Bytes that a call must read and write. 0 if a call moves none, or if the bytes are not counted, as for
-            models.
-        once: Columns with a single value: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
-        ms: Milliseconds of one call, one number for each repetition.
-        note: The reason why the candidate was not measured, in one line; empty if it was.
-    """
-
-    name: str
-    moved: int = 0
-    once: Measurement = field(default_factory=dict)
-    ms: list[float] = field(default_factory=list)
-    note: str = ""
+    name: str  # `linear` is the baseline, and `copy` measures the bandwidth
+    moved: int = 0  # as in `clock.Candidate`
+    once: Measurement = field(default_factory=dict)  # `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`
+    ms: list[float] = field(default_factory=list)  # milliseconds of one call, a number for each repetition
+    note: str = ""  # the reason why the candidate was not measured, in one line; empty if it was
 
 
 # ----------------------------------------------------------------------------------------- the measurements

@@ -18,7 +18,7 @@ definitions: the spectral entropy 6.512 gives the effective rank exp(6.512) = 67
 The metrics accept features ``[n, d]``, and are computed in float64.
 """
 import math
-from typing import Any, Callable, Dict, Iterable, Iterator
+from typing import Any, Callable, Dict, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -151,16 +151,12 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
     >>> features(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).shape
     torch.Size([6, 32])
     """
-    batches = [batch.cpu() for batch in _batches(model, loader, extract)]
-    if not batches:
-        raise ValueError("the loader has no batches")
-    return torch.cat(batches)
-
-
-def _batches(model: nn.Module, loader: Iterable[Any], extract: Extract) -> Iterator[Tensor]:
-    """Yield the features of each batch, without gradients and in evaluation mode."""
+    found = []
     for batch in loader:
         images = batch[0] if isinstance(batch, (tuple, list)) else batch
         device = next(model.parameters(), images).device
         with evaluation(model), torch.no_grad():
-            yield extract(model, images.to(device))
+            found.append(extract(model, images.to(device)).cpu())
+    if not found:
+        raise ValueError("the loader has no batches")
+    return torch.cat(found)

@@ -190,7 +190,7 @@ class Design:
         """Raise a LabError for an argument that no connection accepts."""
         cells = (changes["options"] for values in self.grid.values() for changes in values.values())
         given = {name for options in (requested, self.options, *cells) for name in options.get("model_kwargs") or {}}
-        known = connections & CONNECTIONS.keys()  # `model_check` refuses unknown connections
+        known = connections & CONNECTIONS.keys()  # `check` refuses unknown connections
         for name in sorted(given) if known else ():
             if name.startswith("connection_") and not any(accepts(connection, name) for connection in known):
                 names = sorted({each for connection in known for each in variant_arguments(connection)})

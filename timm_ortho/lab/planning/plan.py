@@ -26,10 +26,10 @@ from ..data import Source
 from ..folder import Variant, is_at_work, read_yaml
 from ..paper import recipes
 from ..train_options import options_with
+from .check import check
 from .design import Design, load
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .request import Request
-from .trainers import check
 
 STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.

@@ -13,7 +13,7 @@ from typing import Any, Mapping
 
 import timm
 
-from ..._text import did_you_mean
+from ..._text import aligned, did_you_mean
 from ..._yaml import load_yaml
 from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
@@ -38,6 +38,17 @@ def text(name: str) -> str:
         return shipped_files("recipes")[name].read_text(encoding="utf-8")
     raise LabError(f"there is no recipe '{name}'{did_you_mean(name, shipped())} (see timm-ortho recipe --list; "
                    "for your own recipe, use the path of its file)")
+
+
+def listing() -> str:
+    """Return a line for each recipe: its name, model and data set, the table in the paper, and the paper's accuracy."""
+    rows = [("name", "model", "data set", "table", "top-1 in the paper")]
+    for name in shipped():
+        values = load(name)
+        data, table, top1 = recipes.stated(name) or (str(values.get("dataset") or "any"), "-", {})
+        accuracies = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in top1.items())
+        rows.append((name, values["model"], data, table, accuracies or "-"))
+    return "".join(f"{line}\n" for line in aligned(rows))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -117,7 +128,7 @@ def _variant(base: str) -> str:
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:
-    """Return the argument parser of a `train.py`. If the script is not timm's or is too old, raise a LabError."""
+    """Return the argument parser of a `train.py`. If the script is not timm's, raise a LabError."""
     advice = ("use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone "
               "https://github.com/huggingface/pytorch-image-models")
     if not script.is_file():
@@ -129,10 +140,6 @@ def of_script(script: Path) -> argparse.ArgumentParser:
         parser = module.parser
     except Exception as error:  # noqa: BLE001 the script may raise anything
         raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
-    known = vars(parser.parse_args([]))
-    lacking = [name for name in ("device_modules", "model_kwargs", "initial_checkpoint", "resume") if name not in known]
-    if lacking:
-        raise LabError(f"{script} is older than timm's option {lacking[0]}: {advice}")
     return parser
 
 

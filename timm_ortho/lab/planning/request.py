@@ -58,9 +58,17 @@ class Request:
             if variants and axis not in cells[0]:
                 raise LabError(f"--only {axis}: the study has no such axis, only {', '.join(cells[0])}")
             known = list(dict.fromkeys(cell[axis] for cell in cells))
-            values = [text] if text in known else [word for word in text.split(",") if word]
+            values = [text] if text in known else [_as_named(word, known) for word in text.split(",") if word]
             if not set(values) <= set(known):
                 raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
             selected.setdefault(axis, []).extend(values)
         return [variant for variant, cell in zip(variants, cells, strict=True)
                 if all(cell[axis] in values for axis, values in selected.items())]
+
+
+def _as_named(word: str, known: Sequence[str]) -> str:
+    """Return a known value that a word names or, as 0.001 and 1e-3 do, is equal to."""
+    try:
+        return word if word in known else value_text(float(word))
+    except ValueError:
+        return word

@@ -8,14 +8,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
+import numpy as np
+import torch
+
 from ..._text import aligned, finite
 from ...convert import SUFFIXES, base_name, suffix_of
-from ...run_folder import OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
-from .. import LabError
+from ...run_folder import FEATURES, OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
+from .. import LabError, representation
 from ..folder import Variant, history, metrics_of, read_lines, record, save, state, work_on
 from ..planning.design import COMPARISON
 from ..planning.plan import read
-from ..running.features import add_cka
 from ..train_options import options_with
 from . import published, tables
 from .layout import grouped
@@ -85,6 +87,31 @@ def _run(folder: Path) -> Optional[dict]:
 def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
     """Return {"ema": True} if the trainer evaluates the EMA weights, which replace the plain weights in summary.csv."""
     return {"ema": True} if options.get("model_ema") and not options.get("model_ema_force_cpu") else {}
+
+
+def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
+    """Add `linear_cka` to the `representation` of each run: CKA between the run and its baseline run.
+
+    The baseline run has the values of the study's key `baseline`, and is otherwise as the run. The value is None if it
+    is missing or is the run itself.
+    """
+    def setting(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
+        return *sorted({**run["cell"], "connection": run["connection"], **changed}.items()), run["seed"]
+
+    by_setting = {setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
+    for run, folder in zip(runs, folders, strict=True):
+        partner = by_setting.get(setting(run, baseline), folder)
+        cka = None if partner == folder else representation.linear_cka(features_in(partner), features_in(folder))
+        run["representation"] = {**run["representation"], "linear_cka": cka}
+
+
+def features_in(folder: Path) -> torch.Tensor:
+    """Return the features that a run has stored."""
+    try:
+        return torch.from_numpy(np.load(folder / FEATURES, allow_pickle=False)).float()
+    except (OSError, ValueError) as error:
+        raise LabError(f"{folder / FEATURES} cannot be read ({error}): remove {folder} to train the run again"
+                       ) from None
 
 
 def _by_hand(path: Path, root: Path, values: Mapping[str, Any]) -> dict:

@@ -10,11 +10,11 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from statistics import fmean, stdev
+from itertools import chain, product
 from textwrap import fill
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
@@ -27,15 +27,14 @@ from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .page import Picture
 from .tables import Entry, group_of
 
-_STYLES = (  # of the connections, in the order of their registry
+_LOOKS = (  # colour, line style and marker of each connection, in the order of their registry
     ("#d55e00", "--", "s"), ("#0072b2", "-", "o"), ("#009e73", "-.", "^"), ("#cc79a7", ":", "D"),
     ("#e69f00", (0, (3, 1, 1, 1)), "v"), ("#56b4e9", (0, (6, 1)), "P"), ("#000000", (0, (1, 3)), "X"))
 STYLES = {name: dict(zip(("color", "linestyle", "marker"), look, strict=True))
-          for name, look in zip(CONNECTIONS, _STYLES, strict=False)}
+          for name, look in zip(CONNECTIONS, _LOOKS, strict=False)}
 STYLES |= {paper.name("connection", name): look for name, look in STYLES.items()}
-_COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
-_LINES = ("-", "--", "-.", ":")
-_MARKERS = "vPX<>d*h"
+_COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")  # of all other lines
+_LINES, _MARKERS = ("-", "--", "-.", ":"), "vPX<>d*h"
 
 Name = Callable[[Run], str]
 Points = Callable[[Run], Mapping[float, Optional[float]]]  # returns the points of a run's curve, y by x
@@ -162,7 +161,7 @@ def _draw(axes: Axes, panel: Panel, below: str) -> None:
     for name, (look, x, curves) in panel.lines.items():
         if panel.points:
             _, means, spread = bands[name]
-            axes.errorbar(x, means, yerr=[by or math.nan for by in spread], label=name, capsize=3, linewidth=1.3,
+            axes.errorbar(x, means, yerr=np.where(spread > 0, spread, math.nan), label=name, capsize=3, linewidth=1.3,
                           markersize=5, **{**look, **({"linestyle": ""} if panel.ticks else {})})
             dots = [(at, value) for curve in curves for at, value in zip(x, curve, strict=True) if finite(value)]
             axes.scatter(*zip(*dots, strict=True), s=9, color=look["color"], alpha=0.45, linewidths=0)
@@ -204,11 +203,12 @@ def _x_axis(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=whole, min_n_ticks=1))
 
 
-def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[list[float], list[float]]:
+def _spread(curves: Sequence[Sequence[Optional[float]]]) -> tuple[np.ndarray, np.ndarray]:
     """Return means and standard deviations of curves at each x. Values may be None or NaN."""
-    columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
-    return ([fmean(column) if column else math.nan for column in columns],
-            [stdev(column) if len(column) > 1 else 0.0 for column in columns])
+    finite_values = np.ma.masked_invalid(np.array(curves, dtype=float))
+    if len(curves) == 1:
+        return finite_values[0].filled(math.nan), np.zeros(finite_values.shape[1])
+    return finite_values.mean(0).filled(math.nan), finite_values.std(0, ddof=1).filled(0.0)
 
 
 def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> None:
@@ -220,25 +220,25 @@ def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> N
               for other, (at, mean, by) in bands.items() if other != name]
     apart = [all(abs(mean - there[at][0]) > by + there[at][1] for there in others if at in there)
              for at, mean, by in zip(x, means, spread, strict=True)]
-    low, high = ([mean + sign * by for mean, by in zip(means, spread, strict=True)] for sign in (-1, 1))
-    axes.fill_between(x, low, high, where=apart, color=look["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(x, means - spread, means + spread, where=apart, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _line(look: Mapping, runs: Sequence[Run], points: Points) -> tuple:
-    """Return a line of a panel, with a curve for each run. A curve has None where its run has no point."""
-    by_run = list(map(points, runs))
-    every_x = sorted(set().union(*by_run))
-    return look, every_x, [[of_run.get(at) for at in every_x] for of_run in by_run]
-
-
-def _panel(title: str, runs: Sequence[Run], name: Name, points: Points, among: Sequence[Run] = ()) -> Panel:
-    """Return a panel with a line for each name.
+def _panel(
+        title: str, runs: Sequence[Run], name: Name, curve: Points, among: Sequence[Run] = (), **options: Any) -> Panel:
+    """Return a panel with a line for each name. A curve has None where its run has no point.
 
     Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
     """
-    names = list(grouped(among or runs, name))
-    return Panel(title, {line: _line(style(line, names), members, points)
-                         for line, members in grouped(runs, name).items()})
+    names, lines = list(grouped(among or runs, name)), {}
+    for line, members in grouped(runs, name).items():
+        by_run = list(map(curve, members))
+        every_x = sorted(set().union(*by_run))
+        lines[line] = style(line, names), every_x, [[of_run.get(at) for at in every_x] for of_run in by_run]
+    return Panel(title, lines, **options)
+
+
+def _titled(part: str, title: str) -> str:
+    return f"{part}: {title}" if part else title
 
 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Picture:
@@ -268,12 +268,10 @@ def _history(
     def points(run: Run) -> dict[float, Optional[float]]:
         return {(row["epoch"] + 1) * (steps or 1): row.get(column) for row in run["history"]}
 
-    title = HISTORY[column].format(scene.layout.images)
-    panel = _panel(f"{part}: {title}" if part else title, runs, name, points, among=scene.having("history"))
-    panel.marks = sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")})
-    panel.below = "training step" if steps else "epoch"
-    panel.log = column.endswith("loss")
-    return panel
+    return _panel(
+        _titled(part, HISTORY[column].format(scene.layout.images)), runs, name, points, scene.having("history"),
+        below="training step" if steps else "epoch", log=column.endswith("loss"),
+        marks=sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")}))
 
 
 def _steps(scene: Scene, runs: Sequence[Run]) -> Optional[int]:
@@ -332,11 +330,8 @@ def _stream(scene: Scene) -> Pictures:
         for sites, of_sites in by_sites.items():
             subject = ", ".join(dict.fromkeys(filter(None, [
                 part, *(map(name, of_sites) if len(by_sites) > 1 else ())])))
-            for title, read in _PROBES.items():
-                panel = _panel(f"{subject}: {title}" if subject else title, of_sites, name,
-                               lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))), among=runs)
-                panel.ticks = sites
-                panels.append(panel)
+            panels += [_panel(_titled(subject, title), of_sites, name, lambda run, read=read: dict(enumerate(map(
+                read, run["probe"][-1]["sites"]))), runs, ticks=sites) for title, read in _PROBES.items()]
     if panels:
         yield _drawing(
             "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
@@ -349,14 +344,15 @@ def _sites_of(run: Run) -> tuple[str, ...]:
     return tuple(f"{site['layer']} {site['kind']}" for site in run["probe"][-1]["sites"])
 
 
-_SOURCES = {"stream": " (the paper's Figure 3)", "cosine": " (the paper's Figures 3 and 12)",
-            "parallel": " (the paper's Figures 3 and 10)", "orthogonal": " (the paper's Figures 10 and 12)",
-            "s": " (the paper's Appendix D)", "s_added": ""}
 _TRANSITION = "A dotted line marks the transition point."
-_COEFFICIENTS = {  # sentences about plots without transition points
-    "s": "s = <x, f> / (|x|² + ε) is the signed coefficient of the parallel component s x of the branch output f.",
-    "s_added": "The connection returns y and so adds y − x to the stream x. s of y − x is <x, y − x> / (|x|² + ε). For "
-               "linear, it is s of f. For Orthogonal-F, it is zero, up to rounding.",
+_CAPTIONS = {  # measure -> where the paper has it, and a sentence
+    "stream": (" (the paper's Figure 3)", _TRANSITION), "cosine": (" (the paper's Figures 3 and 12)", _TRANSITION),
+    "parallel": (" (the paper's Figures 3 and 10)", _TRANSITION),
+    "orthogonal": (" (the paper's Figures 10 and 12)", _TRANSITION),
+    "s": (" (the paper's Appendix D)",
+          "s = <x, f> / (|x|² + ε) is the signed coefficient of the parallel component s x of the branch output f."),
+    "s_added": ("", "The connection returns y and so adds y − x to the stream x. s of y − x is <x, y − x> / (|x|² + "
+                    "ε). For linear, it is s of f. For Orthogonal-F, it is zero, up to rounding."),
 }
 
 
@@ -364,22 +360,14 @@ def _traces(scene: Scene) -> Pictures:
     """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
     runs, name = scene.having("dynamics"), scene.named(None)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
-             for point in scene.recorded.get("transitions", ())}
-    for kind, sites in _sites(runs).items():
-        for measure, source in _SOURCES.items():
-            if not any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
-                continue
-            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, _trace(site, measure))
-                      for layer, site in sites]
-            for panel, (layer, _) in zip(panels, sites, strict=True):
-                step = steps.get((measure, layer, kind))
-                panel.marks = [] if step is None else [step]
-                panel.zero = measure == "cosine"
-            yield _drawing(
-                f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, with a panel for each block{source}. "
-                f"{_COEFFICIENTS.get(measure, _TRANSITION)}",
-                panels, "training step")
+             for point in scene.recorded.get("transitions", ()) if point["step"] is not None}
+    for (kind, sites), (measure, (source, about)) in product(_sites(runs).items(), _CAPTIONS.items()):
+        if any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
+            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, _trace(site, measure),
+                             marks=[step for key, step in steps.items() if key == (measure, layer, kind)],
+                             zero=measure == "cosine") for layer, site in sites]
+            yield _drawing(f"{measure} {kind}", f"{TRACES[measure]} in the {kind} branches, with a panel for each "
+                           f"block{source}. {about}", panels, "training step")
 
 
 def _trace(site: str, measure: str) -> Points:
@@ -415,12 +403,10 @@ def _last_branch(scene: Scene, *, by: By = (), lines: Names = None, caption: str
     name = scene.named(lines, by)
     for part, runs in scene.parts(by, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
-        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, _trace(site, measure))
+        panels = [_panel(_titled(part, TRACES[measure]), runs, name, _trace(site, measure), log=True)
                   for measure in ("orthogonal", "parallel", "branch")]
         norms = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
                  f"logarithmic y axes. {caption}")
-        for panel in panels:
-            panel.log = True
         yield _drawing(f"norms {part}", norms.rstrip(), panels, "training step")
 
 
@@ -444,11 +430,10 @@ def _points(
         title, read = layout.label("measure", measure), MEASURES[measure].read
         runs = [run for run in scene.runs if finite(read(run))]
         if runs:
-            panel = _panel(title, runs, line, lambda run, read=read: {
-                at(run) if numeric else values.index(at(run)): read(run)}, among=scene.runs)
-            panel.points, panel.log_x = True, log and numeric and min(values) > 0
-            panel.ticks = [] if numeric else [layout.label(x, value_text(value)) for value in values]
-            panels.append(panel)
+            panels.append(_panel(
+                title, runs, line, lambda run, read=read: {at(run) if numeric else values.index(at(run)): read(run)},
+                scene.runs, points=True, log_x=log and numeric and min(values) > 0,
+                ticks=() if numeric else [layout.label(x, value_text(value)) for value in values]))
             correlations += [f"{title}: {correlation(runs, x, read)}"] if pearson else []
     if not panels:
         return

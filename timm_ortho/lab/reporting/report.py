@@ -26,23 +26,13 @@ rendering in `page`. A study's `layout` lists its tables and plots. The title an
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
         "connection": "feature",                # connection at the end of training; LO: linear, later feature
         # all keys below are optional; NaN and infinities are None
-        "top1", "top5", "loss",                 # after the last epoch, on the images of "validation"; top-k in percent
-        "best_top1", "best_epoch",              # of the epoch with the highest top-1, counted from 0
-        "peak_memory",                          # in bytes: memory of the GPU or, on a CPU, of the process
-        "batch_size",                           # images per update of the weights
-        "parameters", "blocks", "width", "epochs", "lr", "model", "device", "dataset",
-        "switch_epoch",                         # epochs before the connection changes; None if it does not
-        "ema",                                  # True if the EMA weights were evaluated
-        "trainer": "lab",                       # or "train.py"
-        "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
-                      "end", "continued": [...]},
-        # "epoch" counts from 0. train_loss is the mean of an epoch, with augmentation and label smoothing; eval_loss
-        # has neither
-        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", ...}, ...],
+        "top1", "top5", "loss", "parameters", ...    # the result in `run.json`, see `run_folder`; top-k in percent
+        "dataset", "ema",                       # ema: True if the EMA weights were evaluated
+        "made_with": {...},                     # `RunFile.made_with`
+        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", ...}, ...],    # epochs from 0
         "probe": [{"epochs_done", "sites": [...]}],    # on one batch, after training
         "dynamics": [...],                      # rows of `timm_ortho.record`
-        "representation": {"effective_rank", "spectral_entropy", "feature_std",
-                           "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline
+        "representation": {..., "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
 """
@@ -59,7 +49,7 @@ from ..._text import finite
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
-from .page import Block, Code, Grid, Heading, Items, Link, Picture, Table, Text
+from .page import Block, Code, Heading, Items, Link, Picture, Table, Text
 from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
 from .transition import transition_points
 
@@ -133,7 +123,8 @@ class Part:
         shapes = {(run["blocks"], run["width"]) for run in self.runs if run.get("blocks") and run.get("width")}
         models += " ({} blocks, width {})".format(*shapes.pop()) if len(shapes) == 1 else ""
         seeds = _count(study["seeds"], "seed")
-        return " ".join([f"{name}: {self.question} It trains {models} on {self.data} with {seeds}.",
+        question = self.question if self.question.endswith(("?", ".", ")")) else f"{self.question}."
+        return " ".join([f"{name}: {question} It trains {models} on {self.data} with {seeds}.",
                          *of_data(self.layout)])
 
     @property
@@ -211,21 +202,21 @@ def document(part: Part) -> Iterator[Block]:
         yield from _results(part)
     yield from map(Text, part.study["changed"])
     if part.runs:
-        yield from (Heading("Every run"), Grid(tables.every_run(part.runs, part.layout), "every run"),
+        yield from (Heading("Every run"), tables.every_run(part.runs, part.layout),
                     Link("All epochs as CSV", "history.csv"))
         diverged = "; ".join(_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"]))
         if diverged:
             yield Text(f"Diverged, with a loss that is not finite: {diverged}. Their accuracy is included as measured.")
     yield from (Heading("How it was made"), Code(part.study["command"]))
     rows = [[key, value] for key, value in _made(part).items() if value]
-    yield Grid(Table(["property", "value"], rows), "how it was made", wrap=True)
+    yield Table(["property", "value"], rows, label="how it was made", wrap=True)
     if part.compared:
         yield from (Heading("Method and terms"), Items(_terms(part)))
 
 
 def _results(part: Part) -> Iterator[Block]:
     layout, section = part.layout, paper.section(part.study.get("table"))
-    yield from (Heading("Results"), Grid(tables.results(part.entries, layout), "results"))
+    yield from (Heading("Results"), tables.results(part.entries, layout))
     protocol = section.get("protocol") or section.get("definition")
     baseline = ", ".join(layout.named(axis, value_text(value)) for axis, value in part.study["baseline"].items())
     yield Text(" ".join(filter(None, [
@@ -236,9 +227,9 @@ def _results(part: Part) -> Iterator[Block]:
         layout.protocol.format(images=layout.images), f"{protocol}." if protocol else "",
         f"Source: {section['source']}." if "source" in section else ""])))
     yield from forest(part.entries)
-    for extra in (tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables):
-        if extra.table.rows:
-            yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
+    for table, note in (tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables):
+        if table.rows:
+            yield from (Heading(table.label), table, Text(note))
     drawn = drawings(Scene(part.runs, layout, part.recorded))
     yield from [Heading("Plots"), *drawn] if drawn else []
 

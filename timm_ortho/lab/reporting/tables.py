@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import starmap
 from statistics import fmean, stdev
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import finite
 from .. import paper, value_text
@@ -212,7 +212,8 @@ def results(entries: Sequence[Entry], layout: Layout) -> Table:
         entries = sorted(entries, key=lambda entry: float(entry.position[0][order].split(",")[0]))
     return Table([*layout.names, *named, here, "difference [95 % CI]", *shown],
                  [[*entry.position[0], *(", ".join(entry.position[1]) for _ in named), str(entry), entry.compared(),
-                   *(text(entry) for text in shown.values())] for entry in entries], len(layout.names) + len(named))
+                   *(text(entry) for text in shown.values())] for entry in entries],
+                 len(layout.names) + len(named), "results")
 
 
 def setting(axis: str, value: Any) -> str:
@@ -249,7 +250,7 @@ def every_run(runs: Sequence[Run], layout: Layout) -> Table:
     return Table(
         ["run", "seed", *(title for _, title, _ in columns)],
         [[run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
-         for run in runs], 2)
+         for run in runs], 2, "every run")
 
 
 def tidy(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
@@ -259,13 +260,10 @@ def tidy(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         for row in run.get("history") or ():
             yield from ({**names, "epoch": row["epoch"] + 1, "metric": metric, "value": value}
                         for metric, value in row.items() if metric != "epoch")
-# ----------------------------------------------------------------------------------------- further tables
-class Extra(NamedTuple):
-    """An additional table, with a title and a note below it."""
 
-    title: str
-    note: str
-    table: Table
+
+# ----------------------------------------------------------------------------------------- further tables
+Extra = tuple[Table, str]  # an additional table, whose label is its title, and a note below it
 
 
 def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
@@ -274,14 +272,14 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
         step = "none" if point["step"] is None else f"step {point['step']:g}"
         steps.setdefault((point["kind"], point["layer"]), {})[TRACES[point["measure"]]] = step
     measures = list(next(iter(steps.values()), {}))
-    return Extra(
-        "Transition points",
+    table = Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
+                                                   for (kind, layer), by_measure in sorted(steps.items())],
+                  2, "Transition points")
+    return table, (
         "The transition point is the first training step at which the mean traces of linear and feature are apart, and "
         "from which on they are apart at three quarters or more of the recorded steps. Traces are apart if they differ "
         "by more than a tenth of the range of both. If the paired differences vary between seeds, their confidence "
-        "interval must also exclude zero. “none” means that there is no such step.",
-        Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
-                                               for (kind, layer), by_measure in sorted(steps.items())], 2))
+        "interval must also exclude zero. “none” means that there is no such step.")
 
 
 def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
@@ -292,13 +290,12 @@ def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
         first, highest, last = (fmean(ends[key] for _, ends in members) for key in ("first", "highest", "last"))
         rows.append([*names, *(f"{value:.4g}" for value in (first, highest, last)),
                      f"{last / first:.3g}" if first else "unknown"])
-    return Extra(
-        "The last branch's output",
+    table = Table([*(layout.titles.get(dimension, dimension) for dimension in dimensions),
+                   "first", "highest", "last", "last / first"], rows, len(dimensions), "The last branch's output")
+    return table, (
         "The table has |f|² of the last branch: the sum over the channels, averaged over pixels and seeds. The columns "
         "are the value at the first record, the highest value, the value at the last record, and the ratio of last to "
-        "first.",
-        Table([*(layout.titles.get(dimension, dimension) for dimension in dimensions),
-               "first", "highest", "last", "last / first"], rows, len(dimensions)))
+        "first.")
 
 
 def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
@@ -311,13 +308,11 @@ def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str,
         values = [row[key] for _, row in members if finite(row.get(key))]
         return f"{fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]" if values else "not finite"
 
-    return Extra(
-        "Learned weights",
-        "The table has the means of ρ and θ over blocks and seeds at the last record. Brackets have minimum and "
-        "maximum.",
-        Table(["start", "branch", "ρ", "θ"], [
-            [f"{start} start", kind, *(spread(members, key) for key in ("rho", "theta"))]
-            for (start, kind), members in by_kind.items()], 2))
+    table = Table(["start", "branch", "ρ", "θ"], [
+        [f"{start} start", kind, *(spread(members, key) for key in ("rho", "theta"))]
+        for (start, kind), members in by_kind.items()], 2, "Learned weights")
+    return table, ("The table has the means of ρ and θ over blocks and seeds at the last record. Brackets have minimum "
+                   "and maximum.")
 
 
 EXTRAS: dict[str, Callable[[Sequence[Run], Layout, Mapping[str, Any]], Extra]] = {

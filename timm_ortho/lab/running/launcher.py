@@ -4,7 +4,6 @@ Each run has its own process, so a crash does not affect other runs. The process
 the folder of the run, where the launcher reads them. If the user starts the same command again, finished runs are
 skipped, and unfinished runs continue.
 """
-import math
 import os
 import signal
 import sys
@@ -19,17 +18,9 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
-from ...run_folder import LOG, SUMMARY, is_local, own_modules
+from ...run_folder import LOG, is_local, own_modules
 from .. import LabError
-from ..folder import (
-    Variant,
-    epochs_done,
-    history,
-    last_line,
-    record,
-    top1_text,
-    with_last_words,
-)
+from ..folder import Variant, epochs_done, history, last_line, record, top1_text, with_last_words
 from . import run as run_module
 
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines about finished epochs
@@ -46,10 +37,9 @@ class _Progress:
     def __init__(self, root: Path, runs: Mapping[str, Variant]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
-        self.sizes: dict[str, int] = {}  # bytes in the summary.csv files of each run; a new size means new epochs
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
-        self.began, self.written = time.monotonic(), -math.inf
+        self.began, self.next_look = time.monotonic(), 0.0
         if self.finished:
             _write(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
@@ -69,22 +59,20 @@ class _Progress:
 
     def update(self, names: Iterable[str]) -> None:
         """Print the last epoch of a named run that has new epochs, at most one line in `_SECONDS_BETWEEN_LINES`."""
+        now, latest = time.monotonic(), None
+        if now < self.next_look:
+            return
         for name in names:
-            run = self.runs[name]
-            files = [self.root / name / stage.folder / SUMMARY for stage in run.stages]
-            size = sum(file.stat().st_size for file in files if file.exists())
-            if size == self.sizes.get(name):
-                continue
-            self.sizes[name], rows = size, history(self.root / name, run)
-            if epochs_done(rows) <= self.epochs[name]:
-                continue
-            self.epochs[name], now = epochs_done(rows), time.monotonic()
-            if now - self.written < _SECONDS_BETWEEN_LINES:
-                continue
-            self.written, done, loss = now, sum(self.epochs.values()), rows[-1].get("train_loss")
+            rows = history(self.root / name, self.runs[name])
+            if epochs_done(rows) > self.epochs[name]:
+                self.epochs[name], latest = epochs_done(rows), (name, rows[-1])
+        self.next_look = now + (_SECONDS_BETWEEN_LINES if latest else 1)
+        if latest:
+            (name, row), done = latest, sum(self.epochs.values())
             left = timedelta(seconds=round((now - self.began) / max(1, done - self.before) * (self.total - done)))
-            _write(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, loss {'nan' if loss is None else f'{loss:.3f}'}, "
-                   f"{top1_text(rows[-1].get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
+            loss = "nan" if row.get("train_loss") is None else f"{row['train_loss']:.3f}"
+            _write(f"{name}: epoch {self.epochs[name]}/{self.runs[name].epochs}, loss {loss}, "
+                   f"{top1_text(row.get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""

@@ -17,6 +17,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Mapping, Optional, Sequence
 
+import numpy as np
 import torch
 from timm.models import clean_state_dict
 from torch import nn
@@ -26,6 +27,7 @@ from ..._images import data_config
 from ..._text import UserError, error_text
 from ...convert import is_variant
 from ...run_folder import (
+    FEATURES,
     LAST,
     LOG,
     RunFile,
@@ -38,11 +40,10 @@ from ...run_folder import (
 )
 from ...weights import WeightsError
 from ...weights.files import load_checkpoint
-from .. import LabError, one_line
+from .. import LabError, one_line, representation, whole_file
 from ..data import Source, loaders, open_source
 from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
 from . import timm_script
-from .features import measure_features
 from .loop import Training
 
 REFUSED = 2  # exit status after a UserError other than Died: the launcher does not start the run again
@@ -104,7 +105,7 @@ def run(
             return dict(found.result)
         torch.set_num_threads(threads)
         plan.write_options(folder)  # train.py may have overwritten args.yaml
-        found = replace(found, sessions=[*found.sessions, _session(found)])
+        found = replace(found, sessions=[*found.sessions, _session()])
         save(folder, found)
         try:
             result = _train(plan, folder)
@@ -113,11 +114,11 @@ def run(
             memory = isinstance(caught, torch.cuda.OutOfMemoryError)
             reason = "the device is out of memory: use a smaller batch size" if memory else one_line(caught)
             try:
-                save(folder, _with_end(found, error=None if interrupted else reason))
+                save(folder, _with_last(found, end=_now(), error=None if interrupted else reason))
             except LabError as error:  # for example on a full disk. Only print it, because the first error is raised
                 print(f"timm-ortho: {error}", file=sys.stderr)
             raise
-        save(folder, replace(_with_end(found), result=result))
+        save(folder, replace(_with_last(found, end=_now()), result=result))
     return result
 
 
@@ -139,30 +140,17 @@ def _check(plan: Variant, source: Path, train_py: Optional[str], named: Mapping[
                     raise LabError(f"option '{key}' of {source}: {error_text(error)}") from None
 
 
-def _session(found: RunFile) -> dict[str, Any]:
-    """Return the entry in `sessions` for this process.
-
-    Print a warning if a version of torch, timm or timm-ortho differs from that of the previous process.
-    """
-    before = found.last_session
-    here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
-            "job": _slurm_job()}
-    for key in ("torch", "timm", "timm-ortho"):
-        if before.get(key, here[key]) != here[key]:
-            print(f"timm-ortho: the run was last trained with {key} {before[key]} and continues with {here[key]}",
-                  file=sys.stderr)
-    return here
-
-
-def _slurm_job() -> Optional[str]:
-    """Return the id of this process's Slurm job as squeue lists it, None outside of Slurm."""
+def _session() -> dict[str, Any]:
+    """Return the entry in `sessions` for this process. `job` is the id of its Slurm job as squeue lists it."""
     array = [os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK")]
-    return "_".join(array) if all(array) else os.environ.get("SLURM_JOB_ID")
+    return {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
+            "job": "_".join(array) if all(array) else os.environ.get("SLURM_JOB_ID")}
 
 
-def _with_end(found: RunFile, **changes: Any) -> RunFile:
+def _with_last(found: RunFile, **changes: Any) -> RunFile:
+    """Change the entry of the last process."""
     *earlier, last = found.sessions
-    return replace(found, sessions=[*earlier, {**last, "end": _now(), **changes}])
+    return replace(found, sessions=[*earlier, {**last, **changes}])
 
 
 def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
@@ -176,8 +164,7 @@ def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
     with work_on(folder):
         found = record(folder)
         if found.sessions and not found.last_session.get("error") and pid in (None, found.last_session.get("pid")):
-            *earlier, last = found.sessions
-            save(folder, replace(found, sessions=[*earlier, {**last, "error": reason}]))
+            save(folder, _with_last(found, error=reason))
 
 
 def _now() -> str:
@@ -197,8 +184,21 @@ def _train(plan: Variant, folder: Path) -> dict:
     if plan.representation:
         source, device = source or open_source(options, plan.hold_out), torch.device(options.device)
         _, loader = loaders(options, source, data_config(model, vars(options), source.in_chans), device)
-        result["representation"] = measure_features(model.to(device), (image for image, _ in loader), folder)
+        result["representation"] = _measured_features(model.to(device), loader, folder)
     return {**result, "labels": source.labels if source is not None else None}
+
+
+def _measured_features(model: nn.Module, loader: Any, folder: Path) -> dict[str, float]:
+    """Store the features of the validation images, and return their metrics.
+
+    The report compares them with those of other runs. They are stored as float16 numbers, divided by their largest
+    magnitude, on which CKA does not depend. The file of a ViT-B takes 77 MB for the 50,000 images of ImageNet-1k.
+    """
+    features = representation.features(model, loader).float()
+    largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    with whole_file(folder / FEATURES) as file:
+        np.save(file, (features / largest).half().numpy())
+    return representation.summary(features)
 
 
 def _options(plan: Variant, stage: Stage, folder: Path) -> Namespace:
