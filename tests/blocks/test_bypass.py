@@ -55,12 +55,22 @@ BYPASSING = [  # condition of the error, arguments of register_block, statements
         if self.training:
             return torch.index_add(x, 0, torch.arange(len(x)), self.f(x))
         return x + self.f(x)"""),
+    (TRAINING, {}, """\
+        if not self.training:
+            x = self.norm(x)
+        else:
+            return self.f(x)
+        return x + self.f(x)"""),
     ("forward bypasses an addition if not self.training", {}, """\
         f = self.f(x)
         if not self.training:
             return added(x, f)
         x = x + f
         return x"""),
+    ("forward bypasses an addition if not self.training", {}, """\
+        if self.training:
+            return x + self.f(x)
+        return added(x, self.f(x))"""),
     ("forward bypasses an addition if not keep is None", {}, """\
         f = self.f(x)
         return x + f if keep is None else torch.where(keep, added(x, f), x)"""),
@@ -80,6 +90,24 @@ BYPASSING = [  # condition of the error, arguments of register_block, statements
         with torch.autocast("cpu"):
             if self.training:
                 return self.g(x)
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
+        if self.training:
+            with torch.autocast("cpu"):
+                return self.g(x)
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
+        try:
+            if self.training:
+                return self.g(x)
+        finally:
+            pass
+        return x + self.f(x)"""),
+    (TRAINING, {}, """\
+        if x.ndim == 3:
+            if self.training:
+                return self.g(x)
+            x = self.norm(x)
         return x + self.f(x)"""),
     (TRAINING, {}, """\
         for branch in (self.f, self.g):
@@ -145,6 +173,18 @@ HARMLESS = [
         if self.drop is None:  # known for each instance
             return self.g(x)
         return x + self.f(x)"""),
+    (dict(stream="x"), """\
+        if self.training:
+            with torch.autocast("cpu"):
+                return x + self.f(x)
+        else:
+            if torch.rand(()) < self.keep:
+                try:
+                    return x + self.g(x)
+                except RuntimeError:
+                    raise
+            f = self.f(x)
+        return x + self.g(f)"""),
     (dict(stream="x", kinds=("attention", "mlp")), """\
         if self.training:
             if self.drop:

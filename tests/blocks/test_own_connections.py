@@ -17,7 +17,7 @@ from helpers.own_block import MyBlock, tokens
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, connect, hub, sites
+from timm_ortho import Connection, FeatureConnection, connect, create_connection, hub, sites
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -192,3 +192,18 @@ def test_a_wrong_connection(registered, connection, message):
 def test_a_wrong_name_of_a_connection(name, message):
     with pytest.raises(ValueError, match=message):
         timm_ortho.register_connection(name, Clipped)
+
+
+def test_a_connection_that_is_defined_again_replaces_the_first():
+    """A notebook cell that runs twice defines its class twice."""
+    def define():
+        class Cell(FeatureConnection):
+            pass
+        return Cell
+
+    for cell in (define(), define()):
+        timm_ortho.register_connection("clipped", cell)
+        assert type(create_connection("clipped")) is cell
+    timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
+    with pytest.raises(ValueError, match=r"connection 'clipped' already exists: choose another name"):
+        timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))

@@ -12,6 +12,7 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import (
+    FeatureConnection,
     GlobalConnection,
     LinearConnection,
     RoutingError,
@@ -22,6 +23,7 @@ from timm_ortho import (
     sites,
 )
 from timm_ortho.blocks import lookup
+from timm_ortho.connections import SiteSpec
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -133,6 +135,23 @@ def test_a_wrapper_that_the_source_does_not_contain_is_refused():
     assert torch.equal(connect(block, "linear")(tokens()), host(tokens()))
 
 
+class Looped(MyBlock):
+    adapters, fast = (), True
+
+    def forward(self, x):
+        for adapter in self.adapters:
+            x = adapter(x)
+            if self.fast:
+                return x
+        return x + self.f(x)
+
+
+def test_a_loop_may_run_zero_times():
+    """A condition inside the loop does not decide whether a call reaches the addition after the loop."""
+    timm_ortho.register_block(Looped, stream="x", kinds=("mlp",), bypass=True)
+    assert len(sites(connect(nn.Sequential(Looped()), "feature"))) == 1
+
+
 def test_a_cell_that_registers_a_class_again():
     class Block(MyBlock):
         def forward(self, x):
@@ -145,6 +164,20 @@ def test_a_cell_that_registers_a_class_again():
     assert connect(Block(), skip="scaled").connection_mlp.skip.width == 4
     with pytest.raises(ValueError, match=r"already registered with stream='x', kinds=\('mlp',\): connect without"):
         timm_ortho.register_block(Block, stream="y", kinds=("conv",))
+
+
+def test_a_class_that_is_defined_again_needs_its_own_registration():
+    """A notebook cell that runs twice defines its class twice."""
+    def define():
+        class Block(MyBlock):
+            def forward(self, x):
+                return x + self.f(x)
+        return timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+
+    old, new = define(), define()
+    assert len(sites(connect(nn.Sequential(new()), "feature"))) == 1
+    with pytest.raises(UnsupportedModelError):
+        connect(nn.Sequential(old()), "feature")
 
 
 def test_not_residual():
@@ -216,6 +249,24 @@ class Lambda(MyBlock):
     forward = lambda self, x: x + self.f(x)  # noqa: E731
 
 
+class Tagged(MyBlock):
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+
+def enclosed():
+    factor = 2.0
+
+    class Block(MyBlock):
+        def forward(self, x, factor=factor):
+            return x + factor * self.f(x)
+
+    return Block
+
+
 TWO, ONE = dict(stream="x", kinds=("attention", "mlp")), dict(stream="x", kinds=("mlp",))
 TIMMS = timm.models.vision_transformer.Block
 
@@ -227,7 +278,9 @@ TIMMS = timm.models.vision_transformer.Block
      r"expected 1 addition to 'x' in forward, found 2 \(x \+ self.f\(self.norm\(x\)\); x \+ self.g\(x\)\)"),
     (MyBlock, dict(stream="x", kinds=("mlp", "mlp")), ValueError, "kinds must be "),
     (MyBlock, dict(stream="x", kinds="mlp"), ValueError, "kinds must be .*, got 'mlp'"),
+    (MyBlock, dict(stream="x", kinds=("a b", "mlp")), ValueError, "kinds must be "),
     (MyBlock, {**TWO, "stream": ("x",)}, ValueError, r"stream needs one value, or 2 \(one .*\), got 1 in a sequence"),
+    (MyBlock, {**TWO, "dim": (1,)}, ValueError, r"dim needs one value, or 2 \(one .*\), got 1 in a sequence"),
     (MyBlock, {**TWO, "keep": "all"}, ValueError, "unknown keep 'all'"),
     (MyBlock, {**TWO, "width": 0}, ValueError, "width must be a whole number of at"),
     (MyBlock, {**TWO, "method": "no"}, ValueError, "has no method 'no'"),
@@ -247,6 +300,8 @@ TIMMS = timm.models.vision_transformer.Block
     (SwappedPair, ONE, RoutingError, "'r' is a copy of 'x': pass stream='r'$"),
     (Static, {**ONE, "method": "add"}, RoutingError, "add is a static or class method"),
     (Lambda, ONE, RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
+    (Tagged, ONE, RoutingError, "forward cannot be rebuilt in a subclass: TypeError"),
+    (enclosed(), ONE, RoutingError, "forward cannot be rebuilt in a subclass: NameError"),
     (len, TWO, TypeError, "must be a class of torch.nn.Module"),
     (MyBlock(), TWO, TypeError, "class of torch.nn.Module, got (a )?MyBlock$"),
 ])
@@ -382,6 +437,30 @@ def test_a_mask_with_the_opposite_meaning():
         lookup.SPECS.pop(lookup.class_name(Block))
 
 
+def test_class_names_do_not_change(registered):
+    """FSDP's policies and transformers identify layers by class names."""
+    model = connect(nn.Sequential(registered()), "feature")
+    assert type(model[0]).__name__ == "MyBlock"
+    assert "MyBlock(" in repr(model)
+    assert "timm__" not in repr(connect(timm.create_model("vit_test_linear"), "feature"))
+
+
+class WrittenInAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.adds = nn.Linear(8, 8), nn.ModuleList(create_connection("feature") for _ in range(2))
+        self.again = self.adds[0]
+
+
+def test_connections_in_a_list_of_modules_and_with_two_attributes():
+    block = WrittenInAList()
+    to_global = functools.partial(connect, connection="global")
+    for change, expected in ((to_global, GlobalConnection), (disconnect, LinearConnection)):
+        change(block)
+        assert [type(connection) for connection in (*block.adds, block.again)] == [expected] * 3
+        assert {type(site.connection) for site in sites(block)} == {expected}
+
+
 def test_connections_in_a_blocks_own_code(registered):
     model = nn.Sequential(Written(), registered())
     assert [(site.layer, site.kind) for site in sites(model)] == [(0, "add")]
@@ -395,3 +474,39 @@ def test_connections_in_a_blocks_own_code(registered):
     connect(model, "feature", skip_branches=4)  # no skip, so no width
     disconnect(model)
     assert [type(site.connection) for site in sites(model)] == [LinearConnection]
+
+
+def test_connections_in_a_blocks_own_code_keep_the_details_of_their_author():
+    block = Written()
+    block.add = create_connection("feature")
+    block.add.branch_first, block.add.site = True, SiteSpec(tokens_apart=True)
+    for arguments in (dict(keep="branch"), dict(keep="output"), dict(connection="linear"), dict(connection="global")):
+        add = connect(block, **arguments).add
+        assert (add.dims, add.branch_first) == ([-1], True)
+        assert add.keep == arguments.get("keep", "output")
+    block.add = FeatureConnection(keep="branch")
+    disconnect(connect(block, "feature"))
+    assert connect(connect(block, "global", keep="branch"), "feature").add.keep == "branch"
+
+
+class Mixed(Written):
+    def forward(self, x):
+        x = x + self.f(x)
+        return self.add(x, self.f(x))
+
+
+def test_a_registered_block_with_a_connection_in_its_own_code():
+    timm_ortho.register_block(Mixed, stream="x", kinds=["mlp"])
+    model, x = nn.Sequential(Mixed(), Mixed()), tokens()
+    for kinds in (["mlp"], ["add"], ["add", "mlp"]):
+        connect(model, "global", kinds=kinds)
+        assert [(site.layer, site.kind) for site in sites(model)] == [(0, "add"), (0, "mlp"), (1, "add"), (1, "mlp")]
+        assert {site.kind for site in sites(model) if site.connection.name == "global"} == set(kinds)
+    model[0].connection_mlp = create_connection("hybrid")  # replaced by hand
+    disconnect(model)
+    assert [(site.kind, site.connection.name) for site in sites(model)] == [("add", "linear")] * 2
+    y = x
+    for block in model:
+        y = y + block.f(y)
+        y = y + block.f(y)
+    assert torch.equal(model(x), y)

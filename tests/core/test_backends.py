@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from helpers.kernel_cases import kernels, needs_triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import FeatureConnection, residual_update
@@ -79,6 +80,46 @@ def test_batched_gradients(backend, weights):
     jacobian = functools.partial(torch.autograd.functional.jacobian, functools.partial(
         residual_update, backend=backend), (x[:1, :1], f[:1, :1]))
     torch.testing.assert_close(jacobian(vectorize=True), jacobian())
+
+
+def test_auto_uses_no_kernels_for_tensors_without_data():
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda")
+        assert choose_backend(x, x) == "torch"
+    assert choose_backend(x, x) == "torch"
+    x, norm = torch.empty(2, 3, device="meta"), torch.nn.LayerNorm(3, device="meta")
+    assert FeatureConnection().with_norm(x, x, norm)[1].device == x.device
+
+
+def test_contexts_may_end_in_any_order():
+    before, (first, second) = backends.default(), (use_backend("triton"), use_backend("torch"))
+    with contextlib.ExitStack() as stack:
+        first.__enter__()
+        stack.enter_context(second)
+        first.__exit__(None, None, None)
+        assert backends.default() == "torch"
+    assert backends.default() == before
+
+
+def test_a_context_of_another_thread_does_not_apply_to_the_main_thread():
+    """Each thread has its own default backend, so contexts that end in another order leave no trace."""
+    entered, left, inside = threading.Event(), threading.Event(), []
+
+    def other():
+        with use_backend("torch"):
+            entered.set()
+            left.wait(10)
+            inside.append(backends.default())
+
+    before, thread = backends.default(), threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    during = backends.default()
+    with use_backend("triton"):
+        left.set()
+        thread.join()
+        assert backends.default() == "triton"
+    assert (inside, during, backends.default()) == (["torch"], before, before)
 
 
 @needs_triton
@@ -241,6 +282,26 @@ def test_hooks_may_change_saved_tensors(shape, dim, change, keep):
             y = residual_update(x, f, dim=dim, keep=keep, backend="triton")
         found.append(torch.autograd.grad(y, (x, f), g))
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize(("forward", "backward"), [("torch", "triton"), ("triton", "torch")])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_checkpointing_across_backends(forward, backward, with_norm):
+    """The backward pass computes the block again, with the backend of that moment."""
+    x, f, g = tensors()
+    x, f = x.requires_grad_(), f.requires_grad_()
+    norm = torch.nn.LayerNorm(20)
+
+    def block(x, f):
+        return sum(FeatureConnection().with_norm(x, f, norm)) if with_norm else residual_update(x, f)
+
+    with use_backend("torch"):
+        expected = torch.autograd.grad(block(x, f), (x, f), g)
+    with use_backend(forward):
+        y = checkpoint(block, x, f, use_reentrant=False)
+    with use_backend(backward):
+        torch.testing.assert_close(torch.autograd.grad(y, (x, f), g), expected)
 
 
 @needs_triton

@@ -14,6 +14,7 @@ from torch import nn
 
 from timm_ortho import (
     Connection,
+    LinearConnection,
     RoutingError,
     UnsupportedModelError,
     connect,
@@ -21,7 +22,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
-from timm_ortho.blocks import specs
+from timm_ortho.blocks import specs, written_class
 from timm_ortho.connections import CONNECTIONS
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
@@ -454,3 +455,24 @@ def test_a_block_that_a_new_timm_release_has_changed(monkeypatch):
     assert "\n" not in str(error.value)
     assert [type(m) for m in model.modules()] == classes
     assert not sites(model)
+
+
+@pytest.mark.parametrize("mine", [{"mine"}, lambda: ["mine"]])
+def test_no_weight_decay_of_an_instance_is_kept(mine):
+    model = tiny_vit()
+    model.no_weight_decay = mine
+    assert connect(model, "feature").no_weight_decay is mine
+    for _ in range(2):
+        assert len(connect(model, "hybrid").no_weight_decay()) == 1 + 2 * len(sites(model))
+    assert disconnect(model).no_weight_decay is mine
+
+
+def test_parametrized_blocks():
+    """After `connect`, parametrization replaces the block's class with a subclass that it creates at run time."""
+    model = connect(timm.create_model("test_convnext"), "feature")
+    before, block = len(sites(model)), model.stages[0].blocks[0]
+    cls = type(parametrized(model).stages[0].blocks[0])
+    assert len(sites(model)) == before
+    connect(model, "linear")
+    assert {type(site.connection) for site in sites(model)} == {LinearConnection}
+    assert type(block) is cls is not written_class(block)

@@ -9,7 +9,9 @@ from helpers.kernel_cases import both
 from helpers.oracle import truth
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from timm_ortho import functional
 from timm_ortho.bench.clock import saved_bytes
@@ -261,6 +263,52 @@ def test_fx_records_the_plain_formula():
     targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert targets.count(plain_update) == 2
     torch.testing.assert_close(traced(x, f), Update()(x, f))
+
+
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # raised in torch
+@pytest.mark.parametrize("leaf", [torch.Tensor, torch.nn.Parameter])
+def test_linearize_gives_the_derivative_at_every_call(leaf):
+    x, v = pair((4, 2048, 16))
+    weight = leaf(pair((16, 16), seed=1)[0])
+    _, derivative = torch.func.linearize(lambda x: residual_update(x, x @ weight), x)
+    expected = torch.func.jvp(lambda x: residual_update(x, x @ weight), (x,), (v,))[1]
+    for _ in range(3):
+        torch.testing.assert_close(derivative(v), expected)
+
+
+@both
+def test_selective_checkpointing_can_save_any_result(backend):
+    def block(x):
+        return residual_update(x.sin(), (x @ weight).tanh(), backend=backend).cos()
+
+    def save_all(context, operation, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    x, weight = pair((4, 2048, 16))[0].requires_grad_(), pair((16, 16), seed=1)[0].requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False,
+                   context_fn=functools.partial(create_selective_checkpoint_contexts, save_all))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)),
+                               torch.autograd.grad(block(x).sum(), (x, weight)))
+
+
+@both
+def test_a_graph_of_make_fx_can_be_differentiated(backend):
+    x, f = pair(LARGE, torch.float32)
+    graph = make_fx(functools.partial(residual_update, dim=1, backend=backend))(x, f)
+    x, f = x.requires_grad_(), f.requires_grad_()
+    g = pair(LARGE, torch.float32, seed=2)[0]
+    torch.testing.assert_close(torch.autograd.grad(graph(x, f), (x, f), g),
+                               torch.autograd.grad(residual_update(x, f, dim=1), (x, f), g))
+
+
+def test_export_with_an_in_place_activation_after_the_update():
+    class Activated(torch.nn.Module):
+        def forward(self, x, f):
+            return residual_update(x, f).relu_()
+
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Activated(), (x, f)).run_decompositions()
+    torch.testing.assert_close(program.module()(x, f), Activated()(x, f))
 
 
 def test_compile_keeps_the_closed_form_without_a_graph_break():

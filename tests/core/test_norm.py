@@ -79,6 +79,16 @@ def test_second_derivatives(norm):
     torch.testing.assert_close(second(in_one_step("triton")), second(in_two_steps), rtol=1e-4, atol=1e-3)
 
 
+def test_batched_gradients_of_the_norm():
+    x, f, _ = tensors((2, 3, 5))
+    norm = made("LayerNorm", 5)
+    _, h = in_one_step("triton")(x.requires_grad_(), f.requires_grad_(), norm)
+    g = torch.randn(4, *h.shape, device=DEVICE)
+    batched = torch.autograd.grad(h, (x, f, norm.weight), g, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(h, (x, f, norm.weight), one, retain_graph=True) for one in g]
+    torch.testing.assert_close(batched, tuple(torch.stack(grads) for grads in zip(*single, strict=True)))
+
+
 # ------------------------------------------------------------------------------------------ one step or two steps
 def steps(change, backend, shape=(2, 3, 20)):
     """Return whether one kernel computes the update and the norm, for modules and tensors that ``change`` prepares."""
@@ -175,6 +185,14 @@ def test_a_full_table_of_plans_starts_again():
     in_one_step("triton")(x, f, made("LayerNorm", 20))
     residual_update(x, f, backend="triton")
     assert len(backends.plans) == 2
+
+
+def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
+    x, f, _ = tensors((2, 3, 20))
+    norm = made("LayerNorm", 20)
+    in_one_step("triton")(x, f, norm)
+    norm.weight = type("Quantized", (nn.Parameter,), {})(norm.weight.detach())
+    assert update_with_norm(x, f, norm, EPS, "triton") is None
 
 
 def test_a_plan_is_used_again_only_for_the_same_autocast():

@@ -108,6 +108,16 @@ def test_the_test_of_the_kernels_waits_for_a_call_that_may_synchronise(monkeypat
     assert len(backends._passed) == 1
 
 
+def test_inference_needs_only_the_memory_of_the_result():
+    x, f = inputs((64, 256, 512))
+    with torch.no_grad():
+        residual_update(x, f, backend="triton")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        residual_update(x, f, backend="triton")
+        assert torch.cuda.max_memory_allocated() - before == 4 * x.numel()
+
+
 def test_out_of_memory_is_no_failure_of_the_kernels():
     x, f = inputs((64, 256, 512))
     residual_update(x, f, backend="triton")
