@@ -9,9 +9,11 @@
 #   PART  default: all parts, in this order
 #
 #   correct   the tests with the mark `gpu`, and scripts/checks/fuzz.py, at the same time. Meanwhile, the models of the part
-#             `compiled` are compiled once, which fills torch's cache of compiled code
+#             `compiled` are compiled once, which fills torch's cache of compiled code, and the node in C++ is built
 #   eager     training and inference of models in bfloat16, with their peak memory
+#   node      some of these models with the autograd function in C++; the rows stay in OUT/node
 #   operator  bandwidths of the kernels
+#   tiles     bandwidths with tiles of 2,048 elements instead of 512; the rows stay in OUT/tiles
 #   compiled  the models under torch.compile, in bfloat16
 #
 # With a CUDA driver whose kernels do nothing (FAKE_CUDA, see CONTRIBUTING.md), the tensors are tiny too, and the part
@@ -37,10 +39,11 @@ cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(correct eager operator compiled)
-declare -A limits=([correct]=60 [eager]=95 [operator]=65 [compiled]=75)  # seconds, together 295
+all=(correct eager node operator tiles compiled)
+[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
+declare -A limits=([correct]=60 [eager]=80 [node]=30 [operator]=45 [tiles]=15 [compiled]=65)  # seconds, together 295
 for part in "${parts[@]}"; do
-    [ -n "${limits[$part]:-}" ] || { echo "unknown part '$part', known are: correct eager operator compiled" >&2; exit 2; }
+    [ -n "${limits[$part]:-}" ] || { echo "unknown part '$part', known are: ${all[*]}" >&2; exit 2; }
 done
 
 vit_s=vit_small_patch16_224_ortho vit_b=vit_base_patch16_224_ortho resnet=resnetv2_50_ortho
@@ -48,19 +51,22 @@ if [ "$device" = cpu ] || [ -n "${FAKE_CUDA:-}" ]; then
     total=540 fuzz=(--device "$device" --seconds 5)
     small=(-b 2 --img-size 32 --repeats 1)
     models=("$vit_s" "$resnet")
-    compiled=(vit_small_ortho --model-kwargs depth=1 embed_dim=32 num_heads=2)
+    compiled=(vit_small_ortho --model-kwargs depth=1 embed_dim=32 num_heads=2) node=("${compiled[@]}")
     shapes=(2x5x16 2x16x4x4) repeats=1
     card=$device
 else
     total=295 fuzz=(--device "$device" --seconds 25 --jobs 6)
     small=()
-    models=("$vit_s:128" "$vit_s:256" "$vit_b:128" "$resnet:128" "$vit_s:32")
+    # without a suffix: _ortho and _orthog
+    models=("${vit_s%_ortho}:128" "${resnet%_ortho}:128" "$vit_s:256" "$vit_b:128" "$vit_s:32")
+    node=("$vit_s:32" "$vit_s:128" "$resnet:128")
     compiled=("$vit_s:256" "$resnet:128" "$vit_b:128" "$vit_s:128")
     shapes=(256x197x384 256x197x768 256x197x1280 128x256x56x56 128x1024x14x14 128x2048x7x7) repeats=5
     card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "_"))') || exit 1
 fi
 
-failed=() summary=()
+failed=() summary=() module=(-m timm_ortho)
+with_tile="from timm_ortho import cli; from timm_ortho.update import kernels; kernels.TILE = 2048; exit(cli.main())"
 
 note() {  # TEXT: keep a line for the end
     summary+=("$1")
@@ -77,15 +83,15 @@ seconds_for() {  # PART: print the seconds for this part, all that the later par
 }
 
 
-bench() {  # PART NAME SECONDS OPTIONS...: measure, and copy the rows to OUT/bench_NAME_CARD.csv
+bench() {  # PART NAME SECONDS OPTIONS...: measure, and copy the rows to OUT/bench_NAME_CARD.csv unless NAME is empty
     local part=$1 name=$2 folder="$out/$1" began=$SECONDS status=0 rows=0
-    local command=("$python" -m timm_ortho bench --device "$device" --output "$folder" "${@:4}" "${small[@]}")
+    local command=("$python" "${module[@]}" bench --device "$device" --output "$folder" "${@:4}" "${small[@]}")
     mkdir -p "$folder"
     rm -f "$folder/bench.csv"
     echo "${command[*]}" > "$folder/log.txt"
     timeout --signal INT --kill-after 5 "$(($3 - 5))" "${command[@]}" >> "$folder/log.txt" 2>&1 || status=$?
     if [ -f "$folder/bench.csv" ]; then
-        cp "$folder/bench.csv" "$out/bench_${name}_$card.csv"
+        [ -z "$name" ] || cp "$folder/bench.csv" "$out/bench_${name}_$card.csv"
         rows=$(($(wc -l < "$folder/bench.csv") - 1))
     fi
     case $status in
@@ -108,6 +114,7 @@ correct() {  # SECONDS
     local compiles=$!
     "${limit[@]}" "$python" -m scripts.checks.fuzz "${fuzz[@]}" > "$folder/fuzz.txt" 2>&1 &
     local fuzzes=$!
+    "$python" -c 'from timm_ortho.update import node; node.extension()' > "$folder/node.txt" 2>&1 &
     if "$python" -c 'import pytest' 2> "$folder/tests.txt"; then
         mapfile -t files < <(grep -rl --include='*.py' 'pytest\.mark\.gpu' tests)
         # addopts in pyproject.toml needs pytest-xdist
@@ -142,8 +149,15 @@ for part in "${parts[@]}"; do
         correct) correct "$seconds" ;;
         eager) bench eager models_eager "$seconds" --what models --models "${models[@]}" --dtypes bfloat16 \
             --modes eager --repeats 10 ;;
+        node) TIMM_ORTHO_CPP=1 bench node "" "$seconds" --what models --models "${node[@]}" --dtypes bfloat16 \
+            --modes eager --repeats 10 ;;
         operator) bench operator operator "$seconds" --what operator --shapes "${shapes[@]}" --dtypes bfloat16 mixed \
             --no-compile --repeats "$repeats" ;;
+        tiles)
+            module=(-c "$with_tile")
+            bench tiles "" "$seconds" --what operator --shapes "${shapes[@]:0:2}" --dtypes bfloat16 \
+                --no-compile --repeats "$repeats"
+            module=(-m timm_ortho) ;;
         compiled) bench compiled models_compiled "$seconds" --what models --models "${compiled[@]}" --dtypes bfloat16 \
             --modes compiled --repeats 10 ;;
     esac

@@ -8,7 +8,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checks" / "gpu.sh"
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
-if [ "$1" = -c ]; then exit "${PYTEST:-0}"; fi
+if [ "$1" = -c ] && [ "$3" != bench ]; then exit "${PYTEST:-0}"; fi
 if [ "$3" = bench ]; then
     while [ "$1" != --output ]; do shift; done
     mkdir -p "$2"
@@ -45,12 +45,14 @@ def test_all_parts(script, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows_in(tmp_path) == ROWS
     assert [word for word in ("fuzz", "pytest", "timm_ortho bench") for call in calls if f"-m {word}" in call
-            or f"checks.{word}" in call] == ["fuzz", "pytest", *["timm_ortho bench"] * 4]
+            or f"checks.{word}" in call] == ["fuzz", "pytest", *["timm_ortho bench"] * 5]
     tests = next(call for call in calls if "-m pytest" in call)
     assert "-o addopts= " in tests
     assert "tests/core/test_kernels.py" in tests
     summary = (tmp_path / "out" / "summary.txt").read_text().splitlines()
-    assert [line.split(":")[0] for line in summary] == ["tests", "fuzz", "eager", "operator", "compiled"]
+    assert [line.split(":")[0] for line in summary] == [
+        "tests", "fuzz", "eager", "node", "operator", "tiles", "compiled"]
+    assert any(call.startswith("-c ") and "kernels.TILE = 2048" in call and "bench" in call for call in calls)
 
 
 @pytest.mark.parametrize(("fails", "name"), [
@@ -87,7 +89,7 @@ def test_without_pytest(script):
 def test_usage(script):
     done, calls = script("operators")
     assert (done.returncode, calls) == (2, [])
-    assert done.stderr == "unknown part 'operators', known are: correct eager operator compiled\n"
+    assert done.stderr == "unknown part 'operators', known are: correct eager node operator tiles compiled\n"
     done = subprocess.run([SCRIPT], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout.startswith("Check this checkout on one GPU")
