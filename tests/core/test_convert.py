@@ -300,13 +300,6 @@ class Foreign(nn.Linear):
         return x + y
 
 
-class SubclassOfBase(vit.Block):
-    """A block whose additions are in the forward of its base class."""
-
-    def forward(self, x):
-        return super().forward(x)
-
-
 class Output(nn.Module):
     """A block like BERT's output module. Its forward takes the output of a branch and the stream."""
 
@@ -359,12 +352,11 @@ def test_bad_arguments_of_connect(kwargs, words):
     (lambda: nn.Sequential(tiny_vit(), Foreign()),
      ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),
     (lambda: nn.Sequential(tiny_vit(), Subclass(48, 2)), ["not supported: test_convert.Subclass"]),
-    (lambda: nn.Sequential(tiny_vit(), SubclassOfBase(48, 2)), ["not supported: test_convert.SubclassOfBase"]),
     (lambda: nn.Sequential(tiny_vit(), Output()), ["not supported: test_convert.Output"]),
     (lambda: nn.Sequential(tiny_vit(), nn.TransformerEncoderLayer(8, 1)), ["transformer.TransformerEncoderLayer"]),
     (lambda: nn.Sequential(tiny_vit(), parametrized(timm.create_model("test_convnext"))),
      ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
-], ids=["vgg11", "foreign", "half", "subclass", "forward of the base", "two arguments", "torch", "parametrized"])
+], ids=["vgg11", "foreign", "half", "subclass", "two arguments", "torch", "parametrized"])
 def test_models_that_cannot_be_converted(model, words):
     with torch.device("meta"):
         model = model()

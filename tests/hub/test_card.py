@@ -4,16 +4,15 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from functools import partial
 from statistics import fmean, stdev
 
 import pytest
 import yaml
-from helpers.tiny_study import change_run, result_of, unfinish
+from helpers.tiny_study import result_of, unfinish
 from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
 
-from timm_ortho.connections import CONNECTIONS, FeatureConnection
+from timm_ortho.connections import CONNECTIONS
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab import commands
 from timm_ortho.run_folder import CardValues, CheckpointRun, card_values, read_run
@@ -204,19 +203,6 @@ def test_cards_contain_no_local_paths(tmp_path):
     assert "trained on an image folder." in str(model_card(SUBJECT, run))
 
 
-def test_a_limited_number_of_images_is_stated(copied):
-    folder = copied / "feature-seed0"
-    options = yaml.safe_load((folder / "args.yaml").read_text())
-    options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
-    (folder / "args.yaml").write_text(yaml.safe_dump(options))
-    change_run(folder, comparison={"split": "test", "top1": [], "rows": []})
-    card = model_card(SUBJECT, CheckpointRun(folder))
-    assert "trained on 64 images of the image folder 'cifar10'" in str(card)
-    assert "| on 32 images of the image folder 'cifar10', split test" in section(card, "Results")
-    found = {(result.dataset_type, result.dataset_name) for result in ModelCard(str(card)).data.eval_results}
-    assert found == {("the image folder 'cifar10'", "32 images of the image folder 'cifar10'")}
-
-
 def test_made_with_has_no_empty_values_no_host_and_no_command(tmp_path):
     """A continued run records the host and the command of each session."""
     session = {
@@ -236,16 +222,6 @@ def test_a_connection_is_described_by_its_docstring(name):
     assert first.endswith(".")
     assert f"| connection | {name}. {first} |\n" in text
     assert "its author" not in section(text, "Model")
-
-
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda dim, eps=1e-6: FeatureConnection(dim, eps), "mine. Registered by its author."),
-    (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
-    (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of |f|.\n\n    More."}), r"mine. Half of \|f\|."),
-])
-def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
-    monkeypatch.setitem(CONNECTIONS, "mine", make)
-    assert f"| connection | {words} |\n" in str(model_card(connected(connection="mine")))
 
 
 ADDS = "A residual block adds its branch output f to the stream x"
@@ -268,11 +244,8 @@ ORTHOGONAL = (f"{ADDS}. An orthogonal connection adds only the part of f that is
     ({"connection": "hybrid"},
      f"{ADDS}. A hybrid connection learns the weights of the parts of f parallel and orthogonal to x: y = x + rho "
      "sin(theta) s x + rho cos(theta) (f - s x) with s = <x, f> / (|x|² + eps)."),
-    ({"connection": "mine", "connection_prob": 0.5}, "The connection `mine` combines the branch output f of a residual "
-     "block with the stream x. Its code is in the author's module."),
 ])
-def test_a_card_states_what_its_model_computes(monkeypatch, arguments, text):
-    monkeypatch.setitem(CONNECTIONS, "mine", type("Mine", (FeatureConnection,), {}))
+def test_a_card_states_what_its_model_computes(arguments, text):
     card = model_card(connected(**arguments))
     after_the_table = section(card, "Model").rpartition("|\n")[2]
     assert " ".join(after_the_table.split()) == text
@@ -293,17 +266,6 @@ def test_first_lines_warn_about_the_hubs_snippet():
     text = str(model_card(replace(SUBJECT, repo_id="me/m", revision="v2")))
     assert 'create_model("hf-hub:me/m@v2"' in text
     assert 'from_pretrained("me/m", revision="v2")' in text
-
-
-def test_base_model_and_about():
-    subject = Subject("m.authors", CONFIG, 1, about="The authors' weights.", base_model="them/base",
-                      limits=["Not ours."], dataset="imagenet1k")
-    card = model_card(subject)
-    assert "The authors' weights." in str(card)
-    assert ModelCard(str(card)).data.base_model == "them/base"
-    assert ModelCard(str(card)).data.datasets == ["ILSVRC/imagenet-1k"]
-    assert section(card, "Limits").strip().startswith("* Not ours.")
-    assert "transformers" not in section(card, "Use")
 
 
 def test_a_diverged_run(copied):

@@ -72,13 +72,6 @@ def test_pull_updates_and_falls_back_to_the_cache(hub, client, saved):
     assert client.run(code).answer == newest
 
 
-def test_cache_dir(hub, client, saved, tmp_path):
-    result = client.run(f"answer(logits(small(cache_dir={str(tmp_path)!r})))")
-    assert result.answer == saved["me/vit"][1], result.output
-    assert list(tmp_path.glob("models--me--vit/snapshots/*/model.safetensors"))
-    assert not list(client.home.glob("hub/models--*"))
-
-
 def test_arguments_of_the_call_adapt_the_weights(hub, client, saved):
     weights = load(saved["me/vit"][0]["model.safetensors"])
     result = client.run("""

@@ -122,6 +122,7 @@ def test_augmented_images_have_the_moments_of_the_loader(folder, options):
     assert (here - (there + again) / 2).abs().max() < 0.15
 
 
+@pytest.mark.slow
 def test_training_is_as_with_the_loader(tmp_path):
     """After a few epochs on digits, accuracies agree within the variation between seeds."""
     options = dict(train_num_samples=None, val_num_samples=None, epochs=6, batch_size=64, scale=[0.8, 1.0], hflip=0.0,

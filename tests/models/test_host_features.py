@@ -12,7 +12,7 @@ import timm
 import torch
 from helpers import library_models
 
-from timm_ortho import Connection, connect, sites
+from timm_ortho import Connection, connect
 from timm_ortho.bench.clock import saved_bytes
 
 MODELS = {
@@ -114,13 +114,3 @@ def test_autograd_keeps_projected_shortcuts_and_two_numbers_per_projection(argum
     assert len(projected) == shortcuts
     assert measured == expected + 4 * sum(projected) + 2 * 4 * sum(projections)
     assert expected < measured <= most * expected
-
-
-def test_tracebacks_show_the_routed_line(arguments):
-    model = create(arguments)
-    site = sites(model)[0]
-    site.connection.forward = None
-    with pytest.raises(TypeError) as error:
-        model(images())
-    attribute = site.name.rpartition(".")[2]
-    assert any(f"self.{attribute}" in str(entry.statement) for entry in error.traceback)

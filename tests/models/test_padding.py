@@ -4,7 +4,7 @@ import inspect
 import pytest
 import timm
 import torch
-from helpers.padded import KEYS, LENGTHS, OF_SAMPLES, RAGGED, additive
+from helpers.padded import OF_SAMPLES, RAGGED
 from helpers.small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
@@ -266,20 +266,6 @@ def test_siglip_2(transformers, attention):
         torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised in the compiler
-def test_flex_attention_of_clip(transformers):
-    torch.manual_seed(0)
-    config = transformers.CLIPTextConfig(vocab_size=40, max_position_embeddings=8, eos_token_id=39, **SMALL_TRANSFORMER,
-                                         attn_implementation="flex_attention")
-    model = connect(transformers.CLIPTextModel(config).eval(), "global")
-    tokens, mask = torch.randint(0, 39, (4, 8)), RAGGED[:4].long()
-    with torch.no_grad():
-        flex = model(tokens, attention_mask=mask).last_hidden_state
-        model.set_attn_implementation("eager")
-        torch.testing.assert_close(flex[mask.bool()], model(tokens, attention_mask=mask).last_hidden_state[mask.bool()])
-
-
 def test_a_mask_in_an_ordinary_vit():
     torch.manual_seed(0)
     model = timm.create_model(
@@ -290,19 +276,6 @@ def test_a_mask_in_an_ordinary_vit():
     half = torch.tensor([True, True, False, False] * 2)
     mask = (half & half[:, None]).expand(2, 1, 8, 8)
     torch.testing.assert_close(model(x, attn_mask=mask)[:, half], model(short), rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("connection", ["feature", "global"])
-def test_gemma(connection):
-    torch.manual_seed(0)
-    from timm.models.gemma4_vit import Gemma4Block
-
-    block = connect(Gemma4Block(dim=24, num_heads=2, head_dim=12, intermediate_size=32).double(), connection)
-    x, cos, sin = torch.randn(4, 8, 24).double(), *torch.randn(2, 4, 8, 12).double()
-    y = block(x, cos, sin, attn_mask=additive(KEYS, -torch.inf, torch.float64))
-    for sample, length in enumerate(LENGTHS):
-        alone = block(*(tensor[sample:sample + 1, :length] for tensor in (x, cos, sin)))
-        torch.testing.assert_close(y[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("connection", ["linear", "global"])

@@ -8,13 +8,13 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checks" / "gpu.sh"
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
-if [ "$1" = -c ] && [ "$3" != bench ]; then exit "${PYTEST:-0}"; fi
+if [ "$1" = -c ] && [ "$3" != bench ]; then exit 0; fi
 if [ "$3" = bench ]; then
     while [ "$1" != --output ]; do shift; done
     mkdir -p "$2"
-    echo "$2" | grep -q "/${EMPTY:-none}$" || printf 'what\\nmodels\\n' > "$2/bench.csv"
+    printf 'what\\nmodels\\n' > "$2/bench.csv"
 fi
-case "$*" in *"${FAILS:-no such word}"*) exit "${STATUS:-1}" ;; esac
+case "$*" in *"${FAILS:-no such word}"*) exit 1 ;; esac
 """
 ROWS = ["bench_models_compiled_cpu.csv", "bench_models_eager_cpu.csv", "bench_operator_cpu.csv"]
 
@@ -64,26 +64,10 @@ def test_a_failure_does_not_stop_the_next_parts(script, tmp_path, fails, name):
     assert rows_in(tmp_path) == ROWS
 
 
-def test_a_benchmark_that_is_out_of_time_keeps_its_rows(script, tmp_path):
-    done, _ = script("operator", FAILS="out/operator", STATUS="130")
-    assert done.returncode == 0
-    assert "with 1 rows" in done.stdout
-    assert rows_in(tmp_path) == ["bench_operator_cpu.csv"]
-    done, _ = script("eager", FAILS="out/eager", STATUS="130", EMPTY="eager")  # no rows at all
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "FAILED: eager")
-
-
 @pytest.mark.parametrize("fails", ["-m pytest", "checks.fuzz"])
 def test_a_driver_without_results_cannot_fail_the_tests(script, fails):
     assert script("correct", FAILS=fails)[0].returncode == 1
     assert script("correct", FAILS=fails, FAKE_CUDA="libcuda.so.1")[0].returncode == 0
-
-
-def test_without_pytest(script):
-    done, calls = script("correct", PYTEST="1")
-    assert done.returncode == 0
-    assert "== tests: not run, because pytest is not installed" in done.stdout
-    assert not any("-m pytest" in call for call in calls)
 
 
 def test_usage(script):

@@ -4,7 +4,6 @@ import csv
 import pytest
 
 from scripts.pages import speed
-from scripts.pages.marked import begin, end
 from timm_ortho.bench.results import COLUMNS
 
 
@@ -57,16 +56,6 @@ def test_the_tables_of_speed(tmp_path):
             "commit 0123456789ab with changes, 2026-01-02") in speed.section(speed.rows_of(tmp_path))
 
 
-def test_rows_of_a_gpu(tmp_path):
-    gpu = dict(device="NVIDIA H100", driver="570.1", commit="")
-    fake_csv(tmp_path, "bench_h100.csv", [
-        model_row("training", "eager", 1.01, model="vit_small(depth=2)", peak_ratio="1.0021", **gpu),
-        {**operator_row("both", "triton", ratio_p50="2", appendix_ratio_p50="0.125"), **gpu}])
-    model, operator = lines_of(tmp_path, "NVIDIA H100")
-    assert (model[1], model[-1], operator[-1]) == ("vit_small_ortho(depth=2), 16", "1.002", "8.0 (triton)")
-    assert "driver 570.1, torch 2.9" in speed.section(speed.rows_of(tmp_path))
-
-
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
     assert speed.opening(speed.rows_of(tmp_path)) == (
         "On a GPU: not measured with the present code.\n\nOn a CPU: not measured with the present code.")
@@ -115,18 +104,3 @@ def test_readmes_table_of_costs(tmp_path):
     assert table_of(speed.costs(speed.rows_of(tmp_path)))[2:] == [
         ["NVIDIA H100", "`vit_small_patch16_224`, 128", "1.010 [1.000, 1.030]", "1.004", "1.002"],
         ["NVIDIA H100", "`vit_small_patch16_224`, 256", "1.020 [1.010, 1.040]", "1.004", "1.002"]]
-
-
-def test_both_pages_get_the_rows(tmp_path):
-    readme, page = tmp_path / "README.md", tmp_path / "docs" / "speed.md"
-    page.parent.mkdir()
-    for path in (readme, page):
-        path.write_text("".join(
-            f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed")))
-    fake_csv(tmp_path / "model_cards" / "results", "bench_a.csv", [model_row("training", "eager", 1.3)])
-    texts = speed.texts(tmp_path)
-    assert all("1.300 [1.290, 1.320]" in text and text.startswith("before\n") for text in texts.values())
-    assert (texts[readme].count("old"), texts[page].count("old")) == (1, 0)  # README has no `opening`
-    page.write_text("no markers")
-    with pytest.raises(SystemExit, match="has no '<!-- opening: "):
-        speed.texts(tmp_path)

@@ -53,15 +53,6 @@ def test_the_examples_satisfy_the_conditions_of_section_3_4():
     torch.testing.assert_close(sizes.sort().values, torch.tensor([0.9] * 7 + [1.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-@pytest.mark.usefixtures("page")
-def test_the_examples_transform_the_channels(dim):
-    x = torch.randn(2, 8, 3, 8, dtype=torch.float64)
-    for name in ("periodic", "relaxed"):
-        expected = (x.movedim(dim, -1) @ matrix(name).T).movedim(-1, dim)
-        torch.testing.assert_close(create_skip(name, 8, dim=dim)(x), expected)
-
-
 def test_a_registered_name_in_a_model_and_its_files(page, tmp_path):
     assert {type(site.connection.skip).__name__ for site in sites(page["model"])} == {"Periodic"}
     model = timm.create_model("vit_test_ortho", skip="periodic").eval()
