@@ -99,6 +99,22 @@ def test_an_existing_file_is_appended_to(recording_path):
     assert [row["step"] for row in read(recording_path)] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
 
 
+def test_nan_becomes_null(recording_path):
+    model = small_vit()
+    model(torch.full((2, 3, 16, 16), float("nan")))
+    assert read(recording_path)[0]["stream"] is None
+
+
+def test_the_script_may_change_its_working_directory(monkeypatch, recording_path, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIMM_ORTHO_RECORD", "here.jsonl")
+    model = small_vit()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model(images())
+    assert steps(tmp_path / "here.jsonl") == [0]
+
+
 @pytest.mark.parametrize("initialized", [False, True])
 def test_only_the_first_process_writes(monkeypatch, recording_path, initialized):
     monkeypatch.setenv("RANK", "0" if initialized else "1")

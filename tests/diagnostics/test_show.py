@@ -1,6 +1,8 @@
 """Test the table and the plot of `timm-ortho show`, the sources of its models and weights, and its errors."""
+import io
 import math
 import struct
+import sys
 import xml.etree.ElementTree as ElementTree
 import zlib
 
@@ -114,6 +116,14 @@ def test_an_image_and_a_plot(tmp_path, capsys):
     assert "runs/$\\frac$_1" in "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
 
 
+def test_a_grey_image_of_16_bits(tmp_path, capsys):
+    """Images with 16-bit values are refused, because Pillow clips the values to 255."""
+    path = tmp_path / "g16.png"
+    Image.new("I;16", (40, 30), 3000).save(path)
+    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
+    assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in capsys.readouterr().err
+
+
 def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
     """A PNG of a few kilobytes may have 60,000 x 60,000 pixels."""
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
@@ -152,3 +162,11 @@ def test_errors_of_show(arguments, message, capsys):
 def test_a_model_without_connections():
     with pytest.raises(ValueError, match="the model has no connections"):
         show.measured_sites(torch.nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+def test_the_table_is_ascii_in_a_latin_1_terminal(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["show", "vit_test_ortho"]) == 0
+    terminal.flush()
+    assert terminal.buffer.getvalue().decode("ascii").split()[3:6] == ["|x|^2", "|f_par|^2", "|f_orth|^2"]

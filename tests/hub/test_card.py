@@ -279,3 +279,14 @@ def test_a_diverged_run(copied):
     draw_curve(run, copied / "curve.png")
     assert (copied / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
+
+
+def test_base_model_and_about():
+    subject = Subject("m.authors", CONFIG, 1, about="The authors' weights.", base_model="them/base",
+                      limits=["Not ours."], dataset="imagenet1k")
+    card = model_card(subject)
+    assert "The authors' weights." in str(card)
+    assert ModelCard(str(card)).data.base_model == "them/base"
+    assert ModelCard(str(card)).data.datasets == ["ILSVRC/imagenet-1k"]
+    assert section(card, "Limits").strip().startswith("* Not ours.")
+    assert "transformers" not in section(card, "Use")

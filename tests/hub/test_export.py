@@ -313,3 +313,27 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
         f"timm-ortho: error: {grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}\n")
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "a.txt"]) == 2
     assert capsys.readouterr().err == "timm-ortho: error: a.txt cannot be read: No such file or directory\n"
+
+
+@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
+def test_connections_that_timm_cannot_save(tmp_path):
+    model = timm_ortho.connect(created("test_vit"), Unregistered)
+    with pytest.raises(ValueError, match="Model argument 'connection' is not serializable"):
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    model.pretrained_cfg["architecture"] = "vgg11"
+    with pytest.warns(UserWarning, match="'vgg11' has no variant, so config.json cannot store its connections"):
+        timm_ortho.connect(model, "feature")
+
+
+class Unregistered(timm_ortho.FeatureConnection):
+    pass
+
+
+def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    checkpoint = torch.load(folder / "last.pth.tar", weights_only=False)
+    del checkpoint["metric"]  # train.py's recovery checkpoints have no metric
+    torch.save(checkpoint, folder / "recovery-2-5.pth.tar")
+    card = str(hub.export(folder / "recovery-2-5.pth.tar", tmp_path / "out", "me/model"))
+    assert "Not measured on these weights: they were saved in the middle of an epoch." in card
+    assert "top-1 of these weights" not in card

@@ -236,3 +236,13 @@ def test_an_architecture_of_timm_in_a_repository(hub, client, tmp_path, filename
 def test_an_invalid_name(name):
     with pytest.raises(WeightsError, match=f"hf-hub:{name}: config.json cannot be .*: HFValidationError: "):
         timm_ortho.pull(name)
+
+
+def test_a_pulled_architecture_of_timm_is_saved_with_its_arguments(tmp_path):
+    model = timm.create_model("test_vit", num_classes=5, embed_dim=32)
+    save_for_hf(model, tmp_path, safe_serialization=True, model_args={"embed_dim": 32})
+    pulled = timm_ortho.pull(tmp_path)
+    assert type(pulled) is type(model)
+    assert torch.equal(pulled.head.weight, model.head.weight)
+    timm_ortho.hub.export(pulled, tmp_path / "again", "me/vit")
+    assert torch.equal(timm_ortho.pull(tmp_path / "again").head.weight, model.head.weight)

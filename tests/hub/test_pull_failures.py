@@ -73,6 +73,14 @@ def test_a_cut_download_leaves_nothing_and_the_next_call_completes_it(hub, clien
     assert client.run(f"answer(logits({way}))").answer == saved["me/vit"][1]
 
 
+def test_storage_that_does_not_answer(hub, client):
+    """The API answers, but the host of large files does not. huggingface_hub's timeout for downloads applies."""
+    hub.fail("silence", path="/blobs/")
+    check_refused(
+        client.run(f"{NO_PAUSES}huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}"),
+        "model.safetensors cannot be downloaded from .*: TimeoutError")
+
+
 def test_a_cache_that_cannot_be_written(hub, client, tmp_path):
     (tmp_path / "file").write_text("")
     check_refused(
