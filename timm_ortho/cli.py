@@ -182,7 +182,8 @@ def _study_options() -> argparse.ArgumentParser:
     add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N",
         help="number of seeds (default: depends on --scale), or several seeds: 0 4 7")
-    add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
+    add("--only", action="append", default=[], type=lambda text: text.partition("=")[::2],
+        metavar="AXIS=VALUE[,VALUE]",
         help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
@@ -238,13 +239,6 @@ def _requested(parsed: argparse.Namespace, names: str) -> dict[str, Any]:
 
 def _words(values: Sequence[str]) -> list[str]:
     return [word for value in values for word in value.split(",") if word]
-
-
-def _cells(text: str) -> tuple[str, str]:
-    axis, _, values = text.partition("=")
-    if not _words([values]):
-        raise UserError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
-    return axis, values
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:

@@ -152,8 +152,8 @@ def test_compare_errors(capsys, arguments, message):
 def test_other_errors(capsys):
     assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
     assert "no variant that matches 'no_such*' has weights: see" in fails(capsys, "list", "--weights", "no_such*")
-    for given in ("model", "model=", "model=,"):
-        assert f"--only takes AXIS=VALUE[,VALUE], not '{given}'" in fails(
+    for given in ("connection", "connection=", "connection=,"):
+        assert "the values of connection are linear; feature" in fails(
             capsys, "study", "run", "probability", "--only", given)
     for command in (["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]):
         error = fails(capsys, *command, os.fsdecode(b"caf\xe9"))  # a YAML file with such a name could not be read again

@@ -142,8 +142,11 @@ def _trained(planned: StudyPlan, parallel: int, threads: int, opened: bool) -> i
 def _opening(planned: StudyPlan) -> list[str]:
     """Return the lines that describe the runs and their images. They are printed before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
+    seeds = ", ".join(map(str, study["seeds"]))
+    if len(study["seeds"]) > 20:
+        seeds = f"{len(study['seeds'])}, from {min(study['seeds'])} to {max(study['seeds'])}"
     runs = (f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; data: {study['dataset']}; "
-            f"connections: {', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
+            f"connections: {', '.join(study['connections'])}; seeds: {seeds}; epochs: "
             f"{' or '.join(map(str, epochs))}")
     return [runs, *filter(None, [" ".join(report.of_data(report.layout_of(study)))])]
 

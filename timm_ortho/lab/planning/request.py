@@ -59,7 +59,7 @@ class Request:
                 raise LabError(f"--only {axis}: the study has no such axis, only {', '.join(cells[0])}")
             known = list(dict.fromkeys(cell[axis] for cell in cells))
             values = [text] if text in known else [_as_named(word, known) for word in text.split(",") if word]
-            if not set(values) <= set(known):
+            if not values or not set(values) <= set(known):
                 raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
             selected.setdefault(axis, []).extend(values)
         return [variant for variant, cell in zip(variants, cells, strict=True)
