@@ -400,9 +400,11 @@ class Router(ast.NodeTransformer):
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
         """Visit the body and the handlers, as the sides of an ``if`` whose condition is unknown."""
-        raises = [ast.Call(ast.Name("raises"), [handler.type] if handler.type else [], []) for handler in node.handlers]
-        sides = [handler.body for handler in node.handlers] + [node.body + node.orelse]
-        *handled, body = self._visit_sides([*raises, negated((raises or [ast.Constant(False)])[0])], sides)
+        tests: List[ast.expr] = [
+            ast.Call(ast.Name("raises"), [handler.type] if handler.type else [], []) for handler in node.handlers]
+        tests.append(negated(tests[0]) if tests else ast.Constant(True))
+        *handled, body = self._visit_sides(
+            tests, [*(handler.body for handler in node.handlers), [*node.body, *node.orelse]])
         for handler, statements in zip(node.handlers, handled, strict=True):
             handler.body = statements
         node.body, node.orelse = body[:len(node.body)], body[len(node.body):]
