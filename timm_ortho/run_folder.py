@@ -256,15 +256,7 @@ def json_lines(text: str) -> list[dict]:
     return [json.loads(line) for line in whole_lines(text).splitlines()]
 
 
-# ---------------------------------------------------------------------- modules, data sets and weights
-def class_names(dataset: Any) -> Optional[list[str]]:
-    """Return the class names of a data set of torchvision or timm in the order of the labels, or None if unknown."""
-    dataset = getattr(dataset, "dataset", dataset)
-    index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
-    names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
-    return [str(name) for name in names] if names else None
-
-
+# ------------------------------------------------------------------------------------------- modules
 Modules = Union[str, Sequence[str], None]  # the option `device_modules` of timm's `train.py`
 
 
@@ -298,47 +290,6 @@ def check_modules(options: Mapping[str, Any], source: str) -> None:
             raise UserError(f"option 'device_modules' of {source} names the module '{module}', whose code would run: "
                             f"if you trust it, name it too (--device-modules {module}, or import it in Python)")
     import_modules(modules)  # the modules of this package
-
-
-# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
-TORCH_FOLDERS = {
-    "cifar10": "cifar-10-batches-py",
-    "cifar100": "cifar-100-python",
-    "mnist": "MNIST/raw",
-    "kmnist": "KMNIST/raw",
-    "qmnist": "QMNIST/raw",
-    "fashion_mnist": "FashionMNIST/raw",
-}
-
-
-def is_local(dataset: str) -> bool:
-    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked."""
-    kind, _, name = dataset.lower().partition("/")
-    if kind == "torch":
-        return name in (*TORCH_FOLDERS, "image_folder", "folder")
-    return kind not in ("hfds", "hfids", "tfds")
-
-
-def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
-    """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
-
-    Another person may have written `options`, in the file or folder `source`. `named` are those of the command line.
-    """
-    class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
-    if class_map and not str(class_map).lower().endswith(".txt"):
-        raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
-    if options.get("dataset_trust_remote_code"):
-        raise UserError("code of data sets is never run: remove the option dataset_trust_remote_code")
-    if not is_local(dataset) and dataset != named.get("dataset"):
-        raise UserError(f"data set '{dataset}' of {source} would write files: if you trust it, name it on the command "
-                        f"line (--dataset {dataset})")
-    if options.get("dataset_download") and not named.get("dataset_download"):
-        raise UserError(f"option 'dataset_download' of {source} has no effect in a file: set it on the command line "
-                        "(--option dataset_download=true)")
-    chosen = {"cache_dir", "pretrained_cfg", "pretrained_cfg_overlay"}.intersection(options.get("model_kwargs") or {})
-    if options.get("pretrained") and chosen:
-        raise UserError(f"model_kwargs of {source} choose the source of weights ({min(chosen)}): use the option "
-                        "pretrained_path, which is a file")
 
 
 # ------------------------------------------------------------------------------------------- the run

@@ -24,7 +24,8 @@ from helpers.trained_runs import lab_grid, timm_run
 from timm_ortho import cli, sites
 from timm_ortho._text import UserError
 from timm_ortho.lab import commands as study
-from timm_ortho.run_folder import CheckpointRun, RunError, class_names, read_history, run_model
+from timm_ortho.lab.image_folder import class_names
+from timm_ortho.run_folder import CheckpointRun, RunError, read_history, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 

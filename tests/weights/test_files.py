@@ -23,11 +23,12 @@ from timm_ortho._text import UserError
 from timm_ortho.lab import LabError
 from timm_ortho.lab.data import check_shards
 from timm_ortho.lab.folder import Variant
+from timm_ortho.lab.image_folder import check_sources
 from timm_ortho.lab.planning import design, plan
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
-from timm_ortho.run_folder import check_sources, read_run
+from timm_ortho.run_folder import read_run
 from timm_ortho.weights import WeightsError
 from timm_ortho.weights.files import load_checkpoint, load_state_dict, load_weights
 

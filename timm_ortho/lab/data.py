@@ -24,13 +24,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
 from .._text import error_text
-from ..run_folder import TORCH_FOLDERS, class_names
 from . import LabError, device_images, one_line
 from .image_folder import (
     LAYOUT,
     READERS,
+    TORCH_FOLDERS,
     check_classes,
     check_files,
+    class_names,
     find_splits,
     fingerprint,
     is_here,

@@ -1,4 +1,4 @@
-"""Find the folders of the training and validation images, and reject layouts that give wrong results.
+"""Find the folders of the training and validation images, and refuse layouts that give wrong results or are unsafe.
 
 timm's reader takes the class of an image from the innermost folder in its path. If a split (training or validation) has
 no folder, timm reads the images of the whole data set for this split.
@@ -7,7 +7,7 @@ import hashlib
 import os
 from argparse import Namespace
 from collections import Counter
-from typing import Any, Collection, Optional
+from typing import Any, Collection, Mapping, Optional
 
 import numpy as np
 from PIL import Image
@@ -15,7 +15,7 @@ from timm.data.readers.class_map import load_class_map
 from timm.data.readers.img_extensions import get_img_extensions
 
 from .._compat import search_split
-from ..run_folder import class_names
+from .._text import UserError
 from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
@@ -232,3 +232,53 @@ def _identity(path: str) -> Any:
         raise LabError(f"image {path} is empty: remove or replace it")
     # on a file system without inode numbers, st_ino is 0
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+
+
+# ------------------------------------------------------------------------------------- timm's data sets
+def class_names(dataset: Any) -> Optional[list[str]]:
+    """Return the class names of a data set of torchvision or timm in the order of the labels, or None if unknown."""
+    dataset = getattr(dataset, "dataset", dataset)
+    index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
+    names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
+    return [str(name) for name in names] if names else None
+
+
+# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
+TORCH_FOLDERS = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "mnist": "MNIST/raw",
+    "kmnist": "KMNIST/raw",
+    "qmnist": "QMNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+}
+
+
+def is_local(dataset: str) -> bool:
+    """Return whether timm only reads the files of a data set. Other data sets are downloaded, cached or unpacked."""
+    kind, _, name = dataset.lower().partition("/")
+    if kind == "torch":
+        return name in (*TORCH_FOLDERS, "image_folder", "folder")
+    return kind not in ("hfds", "hfids", "tfds")
+
+
+def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
+    """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
+
+    Another person may have written `options`, in the file or folder `source`. `named` are those of the command line.
+    """
+    class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
+    if class_map and not str(class_map).lower().endswith(".txt"):
+        raise UserError(f"class_map {class_map} is not a text file: write one class name on each line of a .txt file")
+    if options.get("dataset_trust_remote_code"):
+        raise UserError("code of data sets is never run: remove the option dataset_trust_remote_code")
+    if not is_local(dataset) and dataset != named.get("dataset"):
+        raise UserError(f"data set '{dataset}' of {source} would write files: if you trust it, name it on the command "
+                        f"line (--dataset {dataset})")
+    if options.get("dataset_download") and not named.get("dataset_download"):
+        raise UserError(f"option 'dataset_download' of {source} has no effect in a file: set it on the command line "
+                        "(--option dataset_download=true)")
+    chosen = {"cache_dir", "pretrained_cfg", "pretrained_cfg_overlay"}.intersection(options.get("model_kwargs") or {})
+    if options.get("pretrained") and chosen:
+        raise UserError(f"model_kwargs of {source} choose the source of weights ({min(chosen)}): use the option "
+                        "pretrained_path, which is a file")

@@ -20,10 +20,11 @@ from ... import __version__
 from ..._text import UserError, file_name
 from ..._yaml import dump_yaml
 from ...convert import base_name
-from ...run_folder import check_sources, import_modules, read_run
+from ...run_folder import import_modules, read_run
 from .. import LabError, write_text
 from ..data import Source
 from ..folder import Variant, is_at_work, read_yaml
+from ..image_folder import check_sources
 from ..paper import recipes
 from ..train_options import options_with
 from .check import check

@@ -18,9 +18,10 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
-from ...run_folder import LOG, is_local, own_modules
+from ...run_folder import LOG, own_modules
 from .. import LabError
 from ..folder import Variant, epochs_done, history, last_line, record, top1_text, with_last_words
+from ..image_folder import is_local
 from . import run as run_module
 
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines about finished epochs

@@ -32,7 +32,6 @@ from ...run_folder import (
     LOG,
     RunFile,
     check_modules,
-    check_sources,
     create_model,
     device_name,
     import_modules,
@@ -43,6 +42,7 @@ from ...weights.files import load_checkpoint
 from .. import LabError, one_line, representation, whole_file
 from ..data import Source, loaders, open_source
 from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
+from ..image_folder import check_sources
 from . import timm_script
 from .loop import Training
 
