@@ -374,11 +374,12 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace(
         "    import timm\n", f"    Path({str(seen)!r}).write_text(os.environ['TIMM_DATASET_MAX_RETRIES'])\n"
-        "    import timm\n"))
+        "    raise SystemExit\n"))
     experiment = planned(request(
         written(tmp_path, grid={}, representation=False, connections=["linear"]), tmp_path / "out", train_py=script,
         dataset="", data_dir="/nowhere", num_classes=10))
-    run.run(experiment.folder / "linear-seed0", train_py=str(script))
+    with pytest.raises(LabError, match="after 0 of 2 epochs"):
+        run.run(experiment.folder / "linear-seed0", train_py=str(script))
     assert seen.read_text() == "1"
 
 

@@ -125,7 +125,9 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 
 
-@pytest.mark.parametrize("options", [{}, {"model_ema": True}, {"model_ema": True, "model_ema_force_cpu": True}])
+@pytest.mark.parametrize("options", [
+    {"model_ema": True}, pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"model_ema": True, "model_ema_force_cpu": True}, marks=pytest.mark.slow)])
 def test_metrics_of_ema_weights_are_marked(tmp_path, options):
     """With model_ema, train.py writes the metrics of the EMA weights, unless these are on the CPU."""
     folder = planned(tiny(tmp_path, tmp_path / "out", **options)).folder
