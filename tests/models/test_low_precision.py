@@ -65,7 +65,7 @@ def test_int8(name, connection):
     assert 0 < loss < 1.5 * of_host < 0.3
 
 
-@pytest.mark.parametrize(("name", "connection"), zip(cycle(MODELS), CONNECTIONS, strict=False))
+@pytest.mark.parametrize(("name", "connection"), [*zip(cycle(MODELS), CONNECTIONS, strict=False)])
 def test_bfloat16(name, connection):
     def cast(model):
         return copy.deepcopy(model).to(torch.bfloat16)

@@ -490,7 +490,7 @@ class Plan:
             worst = 0.0  # largest error divided by the tolerance, which is relative to the largest value
             for result, value in zip(measured, expected, strict=True):
                 if result is not None:
-                    allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max()
+                    allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max().float().clamp(min=1e-30)
                     worst = max(worst, ((result - value).abs().max() / allowed).nan_to_num(math.inf).item())
         return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
 
