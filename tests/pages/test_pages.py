@@ -54,6 +54,12 @@ def test_pages_are_short():
     assert sum(map(words, {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - tasks)) <= 17_000
 
 
+def test_named_tests_and_scripts_exist():
+    named = {file for path in BY_HAND for file in re.findall(r"(?:tests|scripts)/[\w/]+\.(?:py|sh)", text_of(path))}
+    assert len(named) > 5
+    assert [file for file in sorted(named) if not (ROOT / file).is_file()] == []
+
+
 def test_products_are_no_html_tags():
     """The site would drop `<x, f>` outside code."""
     code = re.compile(r"^ {4}.*$|`[^`]*`|<!--.*?-->", re.DOTALL | re.MULTILINE)
