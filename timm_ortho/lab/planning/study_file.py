@@ -50,7 +50,7 @@ def listing() -> str:
         values = read(name)
         header = " ".join(file.read_text(encoding="utf-8").replace("#", " ").split())
         runs = dict(re.findall(r"Scale (\w+): (\d+) runs?", header))
-        counts = ", ".join(runs[scale] if scale in values["scales"] else "-" for scale in SCALES)
+        counts = ", ".join(runs.get(scale, "?") if scale in values["scales"] else "-" for scale in SCALES)
         rows.append((name, values.get("paper") or "-", counts, values["title"]))
     return "\n".join(aligned(rows))
 
