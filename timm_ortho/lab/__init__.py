@@ -14,7 +14,7 @@
 | `representation` | compares the features of two models |
 | `rewrites` | rewrites a network with skip transforms as an equivalent network |
 
-Planning, running and reporting pass results only through the folders of runs. `import timm_ortho` does not import the lab.
+Planning, running and reporting pass results only through the folders. `import timm_ortho` does not import the lab.
 """
 import json
 import os
