@@ -259,16 +259,23 @@ def _count(items: Any, one: str, many: str = "") -> str:
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(part: Part) -> Iterator[str]:
     """Yield sentences with the detected differences, or with the reason why there are none."""
-    untrained = dict.fromkeys(entry.label for entry in part.entries
-                              if entry.measure == "top1" and entry.values and entry.moments[0] <= _limit(part))
+    limit = _limit(part)
+    accuracies = [entry for entry in part.entries if entry.measure == "top1"]
+    untrained = [entry for entry in accuracies if entry.values and entry.moments[0] <= limit]
     if not part.runs:
         yield "No run is finished yet."
     elif not part.compared:
         yield "There is no pair of runs to compare yet."
+    elif limit >= 100:
+        yield ("There are too few images to tell from chance: even 100 % would be within three standard deviations of "
+               "guessing.")
+    elif untrained and len(untrained) == len(accuracies):
+        yield ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
+               "longer, or change the learning rate.")
     else:
         if untrained:
-            yield (f"Not more accurate than chance: {'; '.join(untrained)}. Differences to or of these networks say "
-                   "nothing about the connections: train longer, or change the learning rate.")
+            yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(entry.label for entry in untrained))}. "
+                   "Differences to or of these networks say nothing about the connections.")
         yield from _verdict(part.compared)
 
 
