@@ -14,6 +14,7 @@ import yaml
 from helpers.tiny_study import (
     BATCHES,
     STUDY,
+    Stop,
     assert_same_run,
     change_run,
     compared,
@@ -22,6 +23,7 @@ from helpers.tiny_study import (
     read,
     request,
     result_of,
+    state,
     stopped,
     trained,
     unfinish,
@@ -431,6 +433,16 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert end.value.code == 143
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
+
+
+def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    stopped(folder, monkeypatch, BATCHES + 1, Stop)
+    sessions = read_run(folder).sessions
+    change_run(folder, sessions=[{**sessions[0], "torch": "1.0"}])
+    run.run(folder)
+    assert f"was last trained with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
+    assert state(folder)["epoch"] == 1
 
 
 @pytest.mark.parametrize(("gpus", "parallel", "visible", "slots"), [

@@ -265,7 +265,7 @@ def is_local(dataset: str) -> bool:
 def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
     """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
 
-    Another person may have written `options`, in the file or folder `source`. `named` has the options of the command line.
+    Another person may have written `options`, in the file or folder `source`. `named` has the command line's options.
     """
     class_map, dataset = options.get("class_map"), str(options.get("dataset") or "")
     if class_map and not str(class_map).lower().endswith(".txt"):

@@ -105,7 +105,12 @@ def run(
             return dict(found.result)
         torch.set_num_threads(threads)
         plan.write_options(folder)  # train.py may have overwritten args.yaml
-        found = replace(found, sessions=[*found.sessions, _session()])
+        here = _session()
+        for key in ("torch", "timm", "timm-ortho"):
+            if found.last_session.get(key, here[key]) != here[key]:
+                print(f"timm-ortho: the run was last trained with {key} {found.last_session[key]} and continues with "
+                      f"{here[key]}", file=sys.stderr)
+        found = replace(found, sessions=[*found.sessions, here])
         save(folder, found)
         try:
             result = _train(plan, folder)
@@ -191,8 +196,9 @@ def _train(plan: Variant, folder: Path) -> dict:
 def _measured_features(model: nn.Module, loader: Any, folder: Path) -> dict[str, float]:
     """Store the features of the validation images, and return their metrics.
 
-    The report compares them with the features of other runs. They are stored as float16 numbers, divided by their largest
-    magnitude, on which CKA does not depend. The file of a ViT-B takes 77 MB for the 50,000 images of ImageNet-1k.
+    The report compares them with the features of other runs. They are stored as float16 numbers, divided by their
+    largest magnitude, on which CKA does not depend. For the 50,000 images of ImageNet-1k, the file of a ViT-B takes
+    77 MB.
     """
     features = representation.features(model, loader).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
