@@ -94,6 +94,33 @@ def test_images_on_the_device_have_the_papers_crop_and_randaugment():
     assert recipe.resolve_variant({"crop_padding": 2}, "vit_s_cifar10").crop_padding == 2
 
 
+def expected_vit(name):
+    given = table(name)
+    erasing, jitter = given["random_erasing"], given["color_jitter"]
+    # timm has no options for these ranges. It uses 0.02 to 1/3 and 0.3 to 1/0.3, which are nearly equal.
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])
+    return {
+        "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
+        "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
+        "hflip": given["hflip"], "mixup": given["mixup"]["alpha"], "mixup_prob": given["mixup"]["prob"],
+        "cutmix": given["cutmix"]["alpha"], "smoothing": given["smoothing"], "reprob": erasing["prob"],
+        "color_jitter": [jitter[key] for key in ("brightness", "contrast", "saturation", "hue")],
+        "clip_grad": None, "aa": "rand-n{operations}-m{magnitude}-p0.93-inc1-tincreasing3a".format(
+            **{**given["randaugment"], "magnitude": round(given["randaugment"]["magnitude"] * 10 / 30)}),
+    }
+
+
+def expected_resnet(name):
+    given = table(name)
+    assert (given["optimizer"], given["schedule"]) == ("SGD", "multi-step")
+    assert all(given[key] is None for key in ("mixup", "cutmix", "smoothing", "random_erasing", "randaugment"))
+    return {
+        "opt": "momentum", "momentum": given["momentum"], "sched": "multistep", "hflip": given["hflip"],
+        "decay_milestones": given["decay_epochs"], "decay_rate": given["decay_factor"],
+        "color_jitter": 0.0, "smoothing": 0.0, "clip_grad": 1.0,
+    }
+
+
 def test_values_are_the_papers():
     for name in NAMES:
         architecture, data, study = cell(name)
@@ -104,12 +131,12 @@ def test_values_are_the_papers():
             "dataset": f"torch/{data}" if data.startswith("cifar") else "",
             "img_size": given["resolution"], "epochs": given["epochs"], "batch_size": given["batch"],
             "lr": given["lr"], "weight_decay": given["weight_decay"], "warmup_epochs": given["warmup_epochs"],
-            "clip_grad": None if architecture.startswith("vit") else 1.0, "hflip": given["hflip"],
-            "smoothing": given["smoothing"] or 0.0, "reprob": (given["random_erasing"] or {}).get("prob"),
             "opt_kwargs": {"filter_bias_and_bn": False},
+            **(expected_vit(name) if architecture.startswith("vit") else expected_resnet(name)),
             **({"scale": given["crop"]["scale"], "ratio": given["crop"]["ratio"]} if given["crop"] != "pad 4" else {}),
         }
         assert {key: found.get(key) for key in expected} == expected, name
+        assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
 
 
 @pytest.mark.parametrize(("name", "facts"), [

@@ -7,6 +7,7 @@ from helpers.tiny_study import in_this_process
 from timm_ortho import cli, sites
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import design, recipe, study_file
+from timm_ortho.lab.reporting import report
 
 NUMBERS = paper.numbers()
 TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
@@ -73,6 +74,24 @@ def test_ranks_equal_the_values_of_the_axis(scale):
         skips = [site.connection.skip for site in sites(model)]
         shares = {1.0 if skip is None else skip.rank / skip.width for skip in skips}
         assert shares == {float(variant.cell["rank"])}
+
+
+@pytest.mark.parametrize(("depth", "skip", "stated"), [
+    (32, "identity", [68.158, 0.119]),
+    (32, "idempotent_cmr", [70.372, 0.419]),
+    (32, "idempotent_mr", [70.942, 0.331]),
+    (32, "orthogonal_tp", [70.786, 0.37]),
+    (32, "orthogonal_random", [70.926, 0.307]),
+    (56, "orthogonal_tp", [72.716, 0.314]),
+])
+def test_the_papers_numbers_are_beside_the_runs(depth, skip, stated):
+    """If the paper's table covers a run's data set, the layout contains the paper's number for this run."""
+    study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [depth], "skip": [skip]},
+             "dataset": "torch/cifar100", "paper": "Wang et al.",
+             "report": design.load("skips_branch4", "small").report}
+    run = {"cell": {"depth": depth, "skip": skip}, "connection": "linear"}
+    laid_out = report.layout_of(study)
+    assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == stated
 
 
 @pytest.mark.usefixtures("undrawn")
