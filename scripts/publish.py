@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from timm_ortho.lab.planning.design import COMPARISON
+from timm_ortho.lab.folder import COMPARISON
 from timm_ortho.lab.reporting.published import folder_name, write
 from timm_ortho.run_folder import PRIVATE
 

@@ -13,8 +13,7 @@ from helpers.tiny_study import compared, one_run, request, trained, unfinish, wr
 from timm_ortho import cli
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import Variant, state
-from timm_ortho.lab.planning.plan import read
+from timm_ortho.lab.folder import Variant, read_study, state
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.lab.running import run
 
@@ -159,7 +158,7 @@ def test_aliases_are_refused_in_one_line(tmp_path):
         request(path)
     (tmp_path / "study.yaml").write_text(LAUGHS)
     with pytest.raises(LabError, match=r"study.yaml cannot be read \(.*aliases \(\*name\) are not supported"):
-        read(tmp_path)
+        read_study(tmp_path)
 
 
 def test_own_files_have_no_aliases(tmp_path):

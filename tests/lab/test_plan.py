@@ -10,7 +10,7 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import Stage, Variant, read_yaml
+from timm_ortho.lab.folder import Stage, Variant, read_study, read_yaml
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
@@ -24,7 +24,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     found = planned(request(written(tmp_path), tmp_path / "out", seeds=[7, 2]))
     cells = [({"lr": lr}, connection) for lr in (1e-3, 1e-2) for connection in ("linear", "feature")]
     wanted = [(*cell, seed) for seed in (2, 7) for cell in cells]
-    places = plan.read(tmp_path / "out")["places"]
+    places = read_study(tmp_path / "out")["places"]
     assert [(place["cell"], place["connection"], place["seed"]) for place in places] == wanted
     assert list(found.runs) == [f"lr={cell['lr']}-{name}-seed{seed}" for seed in (7, 2) for cell, name in cells]
     run = Variant.read(tmp_path / "out" / "lr=0.01-feature-seed7")
@@ -160,7 +160,7 @@ def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, monkeypatch,
     assert [line.split(":")[0] for line in said if "images per update" in line] == [
         f"model=vit_s-{connection}-seed0" for connection in ("linear", "feature")]
     assert "left out: resnetv2_18_cifar: the paper has no recipe for imagenet1k" in said
-    assert len(plan.read(tmp_path / "out")["left_out"]) == sum(line.startswith("left out") for line in said) == 4
+    assert len(read_study(tmp_path / "out")["left_out"]) == sum(line.startswith("left out") for line in said) == 4
     monkeypatch.setattr(launcher, "local", lambda *_: {})
     assert cli.main(["study", "run", *arguments[2:]]) == 0
     assert "timm-ortho: left out: resnetv2_18_cifar: the paper has no recipe for imagenet1k" in capsys.readouterr().err
@@ -261,9 +261,9 @@ def test_a_folder_may_grow(tmp_path):
     out = tmp_path / "out"
     planned(compared(out, ["linear"]))
     found = planned(compared(out, ["feature"], seeds=[0, 5]))
-    assert [(place["connection"], place["seed"]) for place in plan.read(out)["places"]] == [
+    assert [(place["connection"], place["seed"]) for place in read_study(out)["places"]] == [
         ("linear", 0), ("feature", 0), ("feature", 5)]
-    described = plan.read(out)["study"]
+    described = read_study(out)["study"]
     assert (described["seeds"], described["connections"]) == ([0, 5], ["linear", "feature"])
     assert (found.study["seeds"], found.study["connections"]) == ([0, 5], ["feature"])  # of this command
     assert list(found.runs) == ["feature-seed0", "feature-seed5"]
@@ -276,7 +276,7 @@ def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
     both = planned(compared(out, ["linear", "feature", "hybrid"], model_kwargs=kwargs))
     assert [run.stages[0].options["model_kwargs"].get("connection_prob") for run in both.runs.values()] == [
         None, 0.5, None]
-    assert plan.read(out)["settings"]["given"]["model_kwargs"] == {**SMALL["model_kwargs"], **kwargs}
+    assert read_study(out)["settings"]["given"]["model_kwargs"] == {**SMALL["model_kwargs"], **kwargs}
     with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_keep was None and is now 'branch'\)"):
         planned(compared(out, model_kwargs={**kwargs, "connection_keep": "branch"}))
 
@@ -328,7 +328,7 @@ def test_foreign_folders_are_refused(tmp_path):
         planned(compared(damaged))
     (damaged / "study.yaml").write_text("[1]\n")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
-        plan.read(damaged)
+        read_study(damaged)
 
 
 def test_a_run_without_a_whole_plan_is_refused_and_kept(tmp_path):

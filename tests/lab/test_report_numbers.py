@@ -203,5 +203,5 @@ def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     assert found["0,1", "top-1 %"]["mean"] == "82.00 ± 1.41 (1 of 3 not finite)"
     assert found["0,1", "top-1 %"]["difference [95 % CI]"].startswith("+1.00")
     told, _ = texts(tmp_path)
-    assert "Diverged, with a loss that is not finite: layers = all, Orthogonal-F, seed 0; layers = 0,1" in told
+    assert "Diverged, with a loss that is not finite: blocks = all, Orthogonal-F, seed 0; blocks = 0,1" in told
     assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))

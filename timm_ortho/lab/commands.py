@@ -8,9 +8,9 @@ from typing import Optional, Sequence
 import torch
 
 from . import LabError, refuse_links
-from .folder import Variant, only_command
-from .planning.design import COMPARISON, Design, load
-from .planning.plan import STUDY, StudyPlan, plan, read
+from .folder import COMPARISON, STUDY, Variant, only_command, read_study
+from .planning.design import Design, load
+from .planning.plan import StudyPlan, plan
 from .planning.request import Request
 from .reporting import collect, report
 from .reporting.collect import status
@@ -165,7 +165,7 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     folder, output = folders[0], output or folders[0]
     own = (folder / STUDY).is_file() and folder.resolve() == output.resolve()  # other folders may be read-only
     if own:
-        refuse_links(*(folder / point["run"] for point in read(folder)["places"]))
+        refuse_links(*(folder / point["run"] for point in read_study(folder)["places"]))
     part = collect.collect(folders)
     text = report.write(part, output)
     if own:

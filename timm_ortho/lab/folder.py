@@ -23,6 +23,8 @@ from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import LOG, OPTIONS, RUN, RunFile, json_lines, read_history, read_options, read_run
 from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
+STUDY = "study.yaml"  # of the output folder of a study
+COMPARISON = "compare"  # name of the study that `timm-ortho compare` makes
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
 OF_STAGE = ("folder", "begins_with", "stop_epoch")
 OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
@@ -219,6 +221,24 @@ def read_lines(path: Path) -> list[dict]:
 def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
     """Return the contents of a YAML file that a program wrote. The error for a damaged file ends with the advice."""
     return read_as(path, load_written_yaml, advice)
+
+
+def read_study(folder: Path) -> dict:
+    """Return the contents of the `study.yaml` of an output folder.
+
+    Raises:
+        LabError: The folder has no `study.yaml`, or the file is damaged, or a run is outside the folder.
+    """
+    if not (folder / STUDY).is_file():
+        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
+                       "runs of train.py to it)")
+    values = read_yaml(folder / STUDY)
+    if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
+        raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
+    outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
+    if outside:
+        raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct its places")
+    return values
 
 
 def history(folder: Path, plan: Variant) -> list[dict]:

@@ -63,7 +63,6 @@ from ..train_options import known_options
 from . import recipe
 from .study_file import SCALES, merged, read
 
-COMPARISON = "compare"
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 _KEYS = {
     **dict.fromkeys(("options", "grid", "baseline", "report"), dict), "representation": bool,

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
 from ... import __version__
-from ..._text import UserError, file_name
+from ..._text import UserError
 from ..._yaml import dump_yaml
 from ...convert import base_name
 from ...run_folder import import_modules, read_run
 from .. import LabError, write_text
 from ..data import Source
-from ..folder import Variant, is_at_work, read_yaml
+from ..folder import STUDY, Variant, is_at_work, read_study
 from ..image_folder import check_sources
 from ..paper import recipes
 from ..train_options import options_with
@@ -32,7 +32,6 @@ from .design import Design, load
 from .identity import data_name, output_folder, refuse_difference, run_identity, study_settings
 from .request import Request
 
-STUDY = "study.yaml"
 # A later command may continue a study only if these properties of its data set are the same.
 _OF_IMAGES = ("classes", "train", "validation", "validation_split", "fingerprint")
 
@@ -89,31 +88,13 @@ class StudyPlan:
             if foreign:
                 raise LabError(f"{self.folder} contains '{foreign[0]}' but no {STUDY}, so no study wrote it: {advice}")
             return {}
-        stored = read(self.folder)
+        stored = read_study(self.folder)
         refuse_difference(stored["settings"], self.settings, f"{self.folder} has other settings", advice)
         there, here = (study.get("data") or {} for study in (stored["study"], self.study))
         if there and here:
             there, here = ({key: data.get(key) for key in _OF_IMAGES} for data in (there, here))
             refuse_difference(there, here, f"{self.folder} has runs on other images", advice)
         return stored
-
-
-def read(folder: Path) -> dict:
-    """Return the contents of the `study.yaml` of an output folder.
-
-    Raises:
-        LabError: The folder has no `study.yaml`, or the file is damaged, or a run is outside the folder.
-    """
-    if not (folder / STUDY).is_file():
-        raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
-                       "runs of train.py to it)")
-    values = read_yaml(folder / STUDY)
-    if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
-        raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
-    outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
-    if outside:
-        raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct its places")
-    return values
 
 
 def plan(request: Request) -> StudyPlan:

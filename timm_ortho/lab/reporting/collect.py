@@ -15,9 +15,7 @@ from ..._text import aligned, finite
 from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import FEATURES, OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
 from .. import LabError, representation
-from ..folder import Variant, history, metrics_of, read_lines, record, save, state, work_on
-from ..planning.design import COMPARISON
-from ..planning.plan import read
+from ..folder import COMPARISON, Variant, history, metrics_of, read_lines, read_study, record, save, state, work_on
 from ..train_options import options_with
 from . import published, tables
 from .layout import grouped
@@ -43,7 +41,7 @@ def collect(folders: Sequence[Path]) -> Part:
     if (folder / published.STUDY).is_file() and not by_hand:
         study, runs, recorded = published.read(folder)
         return Part.of(study, runs, [], recorded)
-    values = read(folder)
+    values = read_study(folder)
     study, runs, unfinished = _of_study(folder, values)
     for path in by_hand:
         run = _by_hand(path, folder, values)
@@ -161,7 +159,7 @@ def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) 
 
 def status(folder: Path) -> str:
     """Return a line for each run of a study, with its state according to its files. The last line counts the states."""
-    names = list(dict.fromkeys(point["run"] for point in read(folder)["places"]))
+    names = list(dict.fromkeys(point["run"] for point in read_study(folder)["places"]))
     rows = [(name, *state(folder / name)) for name in names]
     counts = Counter(word for _, word, _ in rows)
     return "\n".join([*aligned(rows), ", ".join(f"{count} {word}" for word, count in counts.items()) or "no runs"])
@@ -172,7 +170,7 @@ def write_comparison(folder: Path, part: Part) -> None:
     """Write the comparison of each finished run in the output folder of a study."""
     rows = comparison(part)
     split = (part.study.get("data") or {}).get("validation_split")
-    for name, cell in {cell["run"]: cell for cell in read(folder)["places"]}.items():
+    for name, cell in {cell["run"]: cell for cell in read_study(folder)["places"]}.items():
         top1 = [{"seed": run["seed"], "top1": run["top1"]} for run in sorted(part.runs, key=lambda run: run["seed"])
                 if (run["cell"], run["connection"]) == (cell["cell"], cell["connection"]) and finite(run.get("top1"))]
         found = read_run(folder / name)

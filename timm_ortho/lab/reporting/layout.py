@@ -183,6 +183,10 @@ class Layout:
         """Return a function that names a run by these dimensions."""
         return lambda run: ", ".join(self.named(dimension, self.key(dimension, run)) for dimension in dimensions)
 
+    def run_name(self, run: Run) -> str:
+        """Return the name of a run without its seed."""
+        return self.name([*run["cell"], "connection"])(run)
+
     def position(self, keys: Mapping[str, str]) -> Position:
         """Return the position of these keys in the table."""
         return (tuple(self.label(dimension, keys[dimension]) for dimension in self.rows),

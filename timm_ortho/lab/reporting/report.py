@@ -204,7 +204,7 @@ def document(part: Part) -> Iterator[Block]:
     if part.runs:
         yield from (Heading("Every run"), tables.every_run(part.runs, part.layout),
                     Link("All epochs as CSV", "history.csv"))
-        diverged = "; ".join(_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"]))
+        diverged = _seeded(part, [run for run in part.runs if "loss" in run and not finite(run["loss"])])
         if diverged:
             yield Text(f"Diverged, with a loss that is not finite: {diverged}. Their accuracy is included as measured.")
     yield from (Heading("How it was made"), Code(part.study["command"]))
@@ -348,12 +348,12 @@ def _made(part: Part) -> dict[str, str]:
         "versions": _distinct(versions, "; "),
         **{key: _distinct(of_run.get(key) for of_run in made) for key in ("commit", "host", "cpu", "gpu", "driver")},
         "begun and ended": f"{min(times)} to {max(times)}" if times else "",
-        "continued": "; ".join(_seeded(run) for run, of_run in zip(runs, made, strict=True) if of_run.get("continued")),
+        "continued": _seeded(part, [run for run, of_run in zip(runs, made, strict=True) if of_run.get("continued")]),
     }
 
 
-def _seeded(run: Run) -> str:
-    return f"{tables.run_name(run)}, seed {run['seed']}"
+def _seeded(part: Part, runs: Sequence[Run]) -> str:
+    return "; ".join(f"{part.layout.run_name(run)}, seed {run['seed']}" for run in runs)
 
 
 def _distinct(values: Iterable[Any], between: str = ", ") -> str:

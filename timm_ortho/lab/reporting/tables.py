@@ -4,12 +4,11 @@ Runs that differ only in the seed are a group. Each metric of a group is an `Ent
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import starmap
 from statistics import fmean, stdev
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import finite
-from .. import paper, value_text
+from .. import value_text
 from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
 from .statistics import Difference, detected, holm, paired_difference, reading
@@ -220,11 +219,6 @@ def setting(axis: str, value: Any) -> str:
     return f"{axis} = {value_text(value)}"
 
 
-def run_name(run: Run) -> str:
-    """Return the name of a run without its seed."""
-    return ", ".join([*starmap(setting, run["cell"].items()), paper.name("connection", run["connection"])])
-
-
 def _with_digits(digits: int) -> Callable[[Optional[float]], str]:
     return lambda value: f"{value:,.{digits}f}" if finite(value) else "not finite"
 
@@ -249,7 +243,7 @@ def every_run(runs: Sequence[Run], layout: Layout) -> Table:
                and (several or key not in ("model", "parameters"))]
     return Table(
         ["run", "seed", *(title for _, title, _ in columns)],
-        [[run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
+        [[layout.run_name(run), str(run["seed"]), *(text(run[key]) if key in run else NONE for key, _, text in columns)]
          for run in runs], 2, "every run")
 
 
