@@ -140,7 +140,7 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
-        "study", help="run one of the papers' experiments and report it beside the paper's table")
+        "study", help="plan, run and report the papers' experiments, or a study of your own")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="list the studies").set_defaults(call=_study_list, quick=True)
     planned = [_shared("study"), _study_options()]
@@ -272,8 +272,8 @@ def _cost(parsed: argparse.Namespace) -> int:
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench", help="measure time and memory of the orthogonal update on this machine",
-        description="Measures the orthogonal update alone and in whole models, in turns with the linear residual "
-                    "connection. Writes bench.csv. Ctrl-C prints the finished measurements.")
+        description="Measures the orthogonal update alone and in whole models, alternating with linear "
+                    "connections. Writes bench.csv. Ctrl-C prints the finished measurements.")
     add = parser.add_argument
     add("--what", nargs="+", choices=["operator", "models"], help="parts to measure (default: both)")
     add("--models", nargs="+", metavar="NAME",

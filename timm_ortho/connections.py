@@ -69,7 +69,7 @@ class Connection(nn.Module):
         card_text: The update of a residual block, for model cards.
         report_name: Name in reports, if it differs from the registered name.
 
-    Subclasses do not inherit the last two attributes.
+    Cards and reports ignore inherited values of the last two attributes.
 
     Example:
         >>> class Half(Connection):

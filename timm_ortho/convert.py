@@ -299,7 +299,7 @@ def _additions(block: FoundModule) -> dict[str, Addition]:
 
 
 def _own_additions(block: FoundModule) -> dict[str, Addition]:
-    """Return the additions for which the block's own code contains connections, with what their author has set."""
+    """Return the additions for which the block's own code contains connections, with the settings of their author."""
     additions = {}
     for name in block.own():
         present = block.connections[name]
@@ -572,7 +572,9 @@ def variant_arguments(connection: str) -> dict[str, Any]:
 
 
 def accepts(connection: str, name: str) -> bool:
-    """Return whether a variant with a connection accepts an argument. ``**kwargs`` accept what no connection names.
+    """Return whether a variant with a connection accepts an argument.
+
+    A constructor with ``**kwargs`` also accepts names that no registered connection has.
 
     >>> accepts("hybrid", "connection_start"), accepts("linear", "connection_start")
     (True, False)

@@ -175,8 +175,8 @@ def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> 
     """Return the orthogonal update y along the last axis, and ``norm(y)``, from one kernel.
 
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
-    hooks, and for tensors with gaps in memory. Also while hooks of saved tensors are active: two steps save the same
-    tensors with each backend, so a checkpointed block can be recomputed with another one.
+    hooks, and for tensors with gaps in memory. While hooks of saved tensors are active, too: two steps save the same
+    tensors with each backend, so a checkpointed block can be recomputed with another backend.
 
     Args:
         name: Name of the backend, from :func:`timm_ortho.update.backend.requested_kernels`.

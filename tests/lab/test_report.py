@@ -163,10 +163,10 @@ def test_compare(tmp_path):
 
 @pytest.mark.parametrize(("top1", "data", "lead"), [
     ({**BOTH, "feature": [12.0, 9.0, 10.5]}, {}, "Not more accurate than chance: Orthogonal-F. Differences to or of "
-     "these networks say nothing about the connections. 1 of 1 difference detected"),
+     "these networks do not compare the connections. 1 of 1 difference detected"),
     (BOTH, {}, "The difference was not detected"),
     ({"linear": [9.0, 14.5, 11.0], "feature": [12.0, 9.0, 10.5]}, {}, "No network is more accurate than chance, so the "
-     "differences say nothing about the connections. Train longer, or change the learning rate."),
+     "differences do not compare the connections. Train longer, or change the learning rate."),
     ({"linear": [100.0] * 3, "feature": [100.0] * 3}, {"classes": 2, "validation": 6},
      "There are too few images to tell from chance")])
 def test_networks_at_chance_are_named(tmp_path, top1, data, lead):

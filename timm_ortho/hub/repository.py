@@ -192,7 +192,7 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
         raise PublishError(f"the saved files do not reproduce this model: {error_text(error)}") from None
     if not same:
         raise PublishError("the model that config.json describes has different logits: config.json does not store "
-                           "later changes by hand")
+                           "changes that were made after create_model")
 
 
 # ----------------------------------------------------------------------------------------------- the card

@@ -237,7 +237,7 @@ def read_study(folder: Path) -> dict:
         raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
     outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
     if outside:
-        raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct its places")
+        raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct the key 'places'")
     return values
 
 

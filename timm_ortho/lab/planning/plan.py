@@ -152,8 +152,8 @@ def points_of(
             identity = json.dumps(run_identity(run), sort_keys=True)
             if identity not in names:
                 if name in runs:
-                    raise LabError(f"two different runs have the name '{name}': write one value of an axis "
-                                   "differently, or give cells with the key 'switch' only one connection")
+                    raise LabError(f"two different runs have the name '{name}': change the label of a "
+                                   "value of an axis, or give cells with the key 'switch' only one connection")
                 names[identity], runs[name] = name, run
             points.append({"cell": dict(variant.cell), "connection": variant.connection, "seed": seed,
                            "run": names[identity]})

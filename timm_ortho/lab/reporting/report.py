@@ -270,12 +270,12 @@ def _lead(part: Part) -> Iterator[str]:
         yield ("There are too few images to tell from chance: even 100 % would be within three standard deviations of "
                "guessing.")
     elif untrained and len(untrained) == len(accuracies):
-        yield ("No network is more accurate than chance, so the differences say nothing about the connections. Train "
+        yield ("No network is more accurate than chance, so the differences do not compare the connections. Train "
                "longer, or change the learning rate.")
     else:
         if untrained:
             yield (f"Not more accurate than chance: {'; '.join(dict.fromkeys(entry.label for entry in untrained))}. "
-                   "Differences to or of these networks say nothing about the connections.")
+                   "Differences to or of these networks do not compare the connections.")
         yield from _verdict(part.compared)
 
 
