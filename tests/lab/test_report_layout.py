@@ -76,10 +76,11 @@ def test_values_outside_their_column_are_named(tmp_path):
     runs = [run_of("feature", seed, cell, top1=90.0 + seed) for cell in cells for seed in range(2)]
     axes = {"prob": [0.0, 1.0], "where": ["all", "mlp"], "skip": ["identity"]}
     study = study_of("mine", axes=axes, seeds=[0, 1], baseline={"prob": 0.0})
-    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}}}
+    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}},
+                "protocol": "Not {mean}, but on {images} images."}
     write({**study, "report": measures}, runs, [], tmp_path)
     markdown = texts(tmp_path)[1]
-    assert "differences to π = 0 with the same seed" in markdown
+    assert "differences to π = 0 with the same seed. Not {mean}, but on test images." in markdown
     assert "The rows are: π = 1, where = all, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
     write({**study, "report": {**measures, "rows": ["where", "skip"], "columns": ["prob"]}}, runs, [], tmp_path)
     assert ("MLP", "Identity", "π = 1") in lines_of(tmp_path)
@@ -107,13 +108,23 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"measures": []}, "report: rows and measures need at least one entry each"),
     ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; did you mean 'training'"),
     ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; did you mean 'transitions'"),
-    ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; known are connection"),
+    ({"order": "connection"}, "report: order accepts no entry 'connection'; known are depth"),
     ({"plots": [{"training": {"name": "norms"}}]}, "report: plot 'training' accepts no option 'name'; known are by"),
     ({"plots": ["points"]}, "report: plot 'points' needs the option 'x'"),
     ({"plots": [{"curves": {"column": "top1"}}]}, "report: plot 'curves': column accepts no entry 'top1'"),
     ({"plots": [{"points": {"x": "depth", "measures": ["top2"]}}]},
      "report: plot 'points': measures accepts no entry 'top2'"),
-    (["rows"], r"report must be a mapping, not \['rows'\]"),
+    (["rows"], r"report is \['rows'\], but must be a mapping"),
+    ({"rows": "depth"}, "report: rows is 'depth', but must be a list"),
+    ({"measures": "loss"}, "report: measures is 'loss', but must be a list"),
+    ({"titles": ["depth"]}, r"report: titles is \['depth'\], but must be a mapping"),
+    ({"titles": {"depth": 2}}, "report: titles: 'depth' is 2, but must be text"),
+    ({"labels": {"depth": {2: 2}}}, "report: labels: 'depth': '2' is 2, but must be text"),
+    ({"columns": [["depth"]]}, r"report: columns: an entry is \['depth'\], but must be text"),
+    ({"plots": [2]}, "report: plots: an entry is 2, but must be text or a mapping"),
+    ({"plots": [{"training": {"by": 2}}]}, "plot 'training': by is 2, but must be text or a list"),
+    ({"plots": [{"training": {"lines": "depth"}}]}, "plot 'training': lines is 'depth', but must be a list"),
+    ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "x of pearson accepts no entry 'connection'; kn"),
 ])
 def test_bad_layouts(given, message):
     with pytest.raises(LabError, match=message):

@@ -23,7 +23,7 @@ belongs to one measure.
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from ..._text import finite
 from .. import paper, value_text
@@ -111,7 +111,7 @@ class Layout:
     paper: Sequence[str] = ()
     order: str = ""
     protocol: str = "The values are from the last epoch."
-    plots: Sequence[Any] = ("training", "stream")
+    plots: Sequence[Union[str, Mapping[str, Optional[Mapping[str, Any]]]]] = ("training", "stream")
     tables: Sequence[str] = ()
 
     @property
@@ -149,7 +149,7 @@ class Layout:
         """Yield name and options of each plot."""
         for entry in self.plots:
             for name, options in entry.items() if isinstance(entry, Mapping) else [(entry, {})]:
-                yield name, options or {}
+                yield name, {key: value for key, value in (options or {}).items() if value is not None}
 
     def key(self, dimension: str, run: Run) -> str:
         """Return a run's value of a dimension, named as in `paper.json`. `label` turns this value into text."""

@@ -206,9 +206,8 @@ def results(entries: Sequence[Entry], layout: Layout) -> Table:
         "paper": lambda entry: _spread(entry.paper, entry.digits) if entry.paper else NONE,
         "the paper's difference": lambda entry: entry.effects_text()}
     shown = {title: text for title, text in optional.items() if any(text(entry) != NONE for entry in entries)}
-    order = layout.rows.index(layout.order) if layout.order else None
-    if order is not None:
-        entries = sorted(entries, key=lambda entry: float(entry.position[0][order].split(",")[0]))
+    if layout.order:
+        entries = sorted(entries, key=lambda entry: dict(entry.group[0])[layout.order])
     return Table([*layout.names, *named, here, "difference [95 % CI]", *shown],
                  [[*entry.position[0], *(", ".join(entry.position[1]) for _ in named), str(entry), entry.compared(),
                    *(text(entry) for text in shown.values())] for entry in entries],
