@@ -76,12 +76,13 @@ def test_values_outside_their_column_are_named(tmp_path):
     runs = [run_of("feature", seed, cell, top1=90.0 + seed) for cell in cells for seed in range(2)]
     axes = {"prob": [0.0, 1.0], "where": ["all", "mlp"], "skip": ["identity"]}
     study = study_of("mine", axes=axes, seeds=[0, 1], baseline={"prob": 0.0})
-    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}},
+    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP", "all": "–"}},
                 "protocol": "Not {mean}, but on {images} images."}
     write({**study, "report": measures}, runs, [], tmp_path)
     markdown = texts(tmp_path)[1]
     assert "differences to π = 0 with the same seed. Not {mean}, but on test images." in markdown
-    assert "The rows are: π = 1, where = all, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
+    assert "The rows are: π = 1, where = –, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
+    assert {row[0] for row in tables_of(tmp_path)[1][1:3]} == {"π = 0, where = –, skip = Identity, Orthogonal-F"}
     write({**study, "report": {**measures, "rows": ["where", "skip"], "columns": ["prob"]}}, runs, [], tmp_path)
     assert ("MLP", "Identity", "π = 1") in lines_of(tmp_path)
     assert tables_of(tmp_path)[0][0][:4] == ["where", "skip", "π", "mean"]

@@ -176,7 +176,7 @@ class Layout:
     def named(self, dimension: str, key: str, text: str = "") -> str:
         """Return the label of a key, or `text`. A bare value of an axis is preceded by the axis, as in `prob = 0`."""
         label = self.label(dimension, key)
-        bare = dimension in self.study["axes"] and label == key
+        bare = dimension in self.study["axes"] and label in (key, "–")
         return f"{self.titles.get(dimension, dimension)} = {text or label}" if bare else text or label
 
     def name(self, dimensions: Iterable[str]) -> Callable[[Run], str]:
@@ -184,8 +184,9 @@ class Layout:
         return lambda run: ", ".join(self.named(dimension, self.key(dimension, run)) for dimension in dimensions)
 
     def run_name(self, run: Run) -> str:
-        """Return the name of a run without its seed."""
-        return self.name([*run["cell"], "connection"])(run)
+        """Return the name of a run without its seed: each axis with its value, and the connection."""
+        cell = [f"{self.titles.get(axis, axis)} = {self.label(axis, self.key(axis, run))}" for axis in run["cell"]]
+        return ", ".join([*cell, self.label("connection", run["connection"])])
 
     def position(self, keys: Mapping[str, str]) -> Position:
         """Return the position of these keys in the table."""
