@@ -30,6 +30,13 @@ def test_paper_numbers_of_each_table():
     assert stated["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
 
 
+def test_the_paper_has_no_numbers_for_an_added_axis(tmp_path):
+    study = study_of("accuracy", axes={"model": ["vit_s"], "lr": [0.1]})
+    study["report"] = {**study["report"], "rows": ["model", "lr", "connection"]}
+    write(study, [run_of("linear", 0, {"model": "vit_s", "lr": 0.1})], [], tmp_path)
+    assert lines_of(tmp_path)["ViT-S", "0.1", "Linear", "digits, top-1 %"]["mean"] == "90.00 (1 of 3 seeds)"
+
+
 def test_learning_rates_are_sorted_and_compared_at_equal_rates(tmp_path):
     runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
     next(run for run in runs if run["cell"] == {"lr": 1e-3} and run["connection"] == "feature")["top1"] += 0.3

@@ -195,8 +195,10 @@ class Layout:
 
     @cached_property
     def stated(self) -> dict[Position, list[float]]:
-        """The paper's numbers by position, in the paper's order."""
+        """The paper's numbers by position, in the paper's order. The paper has none for other axes."""
         stated: dict[Position, list[float]] = {}
+        if not {*self.rows, *self.columns} <= {"measure", *self.paper}:
+            return stated
         for keys, numbers in self.leaves():
             by_measure = [(keys["measure"], numbers)] if "measure" in keys else [
                 (name, numbers[2 * index:2 * index + 2]) for index, name in enumerate(self.measures)]
