@@ -23,10 +23,11 @@ import math
 import sys
 from functools import cache
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
+from scipy import stats
 
 from scripts.pages.marked import replaced, span, table
 from timm_ortho._text import svg_text
@@ -39,8 +40,8 @@ from timm_ortho.lab.reporting.statistics import (
     Difference,
     detected,
     holm,
+    of_test,
     paired_difference,
-    student_interval,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,11 +254,8 @@ def measured(contrast: Contrast) -> Difference:
 
 def welch(one: Sequence[float], other: Sequence[float], level: float) -> Difference:
     """Return the difference of two means with Welch's interval: the groups may differ in variance."""
-    a, b = (variance(values) / len(values) for values in (one, other))
-    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
-    scale = max(map(abs, (*one, *other)))
-    return student_interval(fmean(one) - fmean(other), math.sqrt(a + b), freedom, min(len(one), len(other)), scale,
-                            level)
+    test = stats.ttest_ind(one, other, equal_var=False)
+    return of_test(test, fmean(one) - fmean(other), min(len(one), len(other)), level)
 
 
 def stopped(one: Hypothesis) -> Difference:

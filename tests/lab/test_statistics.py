@@ -10,7 +10,6 @@ from timm_ortho.lab.reporting.statistics import (
     holm,
     paired_difference,
     reading,
-    student_interval,
 )
 
 LINEAR, FEATURE, GLOBAL = [90.0, 91.0, 92.5, 90.2], [90.5, 93.0, 93.5, 90.1], [89.0, 90.5, 92.0, 91.0]
@@ -24,12 +23,6 @@ def test_paired_difference_is_scipys(seeds, level):
         found = paired_difference(values[:seeds], LINEAR[:seeds], level)
         assert found.p == pytest.approx(truth.pvalue)
         assert found.ends == pytest.approx(tuple(truth.confidence_interval(level)))
-
-
-def test_an_interval_of_given_error_is_students():
-    found = student_interval(1.0, 0.5, 3.7, 4, 90.0)  # degrees of freedom of Welch's test are no whole number
-    assert found.half_width == pytest.approx(0.5 * scipy.stats.t.ppf(0.975, 3.7))
-    assert found.p == pytest.approx(2 * scipy.stats.t.sf(2.0, 3.7))
 
 
 def test_one_pair_has_no_interval():
