@@ -51,6 +51,7 @@ from . import page, tables
 from .layout import MEASURES, Layout, Run
 from .page import Block, Code, Heading, Items, Link, Picture, Table, Text
 from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
+from .statistics import detected
 from .transition import transition_points
 
 _STEPS = 100  # maximum number of recorded steps in results.json and plots; the folders of the runs have all steps
@@ -293,11 +294,11 @@ def _limit(part: Part) -> float:
 
 def _verdict(compared: Sequence[tables.Entry]) -> Iterator[str]:
     tested = [entry for entry in compared if entry.holm is not None]
-    detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.difference.p)
+    found = sorted((entry for entry in tested if detected(entry.holm)), key=lambda entry: entry.difference.p)
     count = _count(compared, "difference")
-    if detected:
-        named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
-        yield f"{len(detected)} of {count} detected: {'among them ' * (len(detected) > _NAMED)}{named}."
+    if found:
+        named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
+        yield f"{len(found)} of {count} detected: {'among them ' * (len(found) > _NAMED)}{named}."
     elif tested:
         yield f"None of {count} was detected." if len(compared) > 1 else "The difference was not detected."
     if tested:

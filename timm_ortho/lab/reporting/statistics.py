@@ -100,20 +100,3 @@ def detected(p: Optional[float]) -> bool:
     (True, False, False)
     """
     return p is not None and p <= LEVEL
-
-
-def reading(difference: Optional[Difference]) -> str:
-    """Return an interval in words: `higher`, `lower`, `not detected` if it contains zero, or why there is no interval.
-
-    The interval is not adjusted for the number of comparisons.
-
-    >>> reading(Difference(0.5, 0.2, 3)), reading(Difference(0.1, 0.2, 3))
-    ('higher', 'not detected')
-    """
-    if difference is None:
-        return "no pair of finite runs"
-    if difference.half_width is None:
-        return f"no interval: {difference.why_no_interval}"
-    if abs(difference.mean) <= difference.half_width:
-        return "not detected"
-    return "higher" if difference.mean > 0 else "lower"
