@@ -21,6 +21,7 @@ import hashlib
 import io
 import math
 import sys
+from difflib import unified_diff
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -418,22 +419,10 @@ def curves() -> str:
     return svg_text(lines_chart(panels, ""), "curves")
 
 
-def values_of(path: Path, text: str) -> dict[tuple[str, str], str]:
-    """Return the values of a file by row and column. The rows of a page are its lines."""
-    if path.suffix == ".csv":
-        return {(row["id"], column): value for row in csv.DictReader(io.StringIO(text))
-                for column, value in row.items()}
-    if path.suffix == ".md":
-        return {(line, "line"): line for line in text.splitlines()}
-    return {(line[66:], "sha256"): line[:64] for line in text.splitlines()}
-
-
 def differing(path: Path, text: str) -> list[str]:
-    """Return the rows and columns in which a file differs from its text."""
-    before = values_of(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
-    after = values_of(path, text)
-    return [f"row {row!r}, column {column!r}: {before.get((row, column))!r}, recomputed {after.get((row, column))!r}"
-            for row, column in {**before, **after} if before.get((row, column)) != after.get((row, column))]
+    """Return the differing lines of a file (`-`) and of its text (`+`), below their numbers."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [*unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm="")][2:]
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:

@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from timm_ortho.lab.reporting.statistics import (
-    Difference,
-    holm,
-    paired_difference,
-)
+from timm_ortho.lab.reporting.statistics import Difference, holm, paired_difference
 
 LINEAR, FEATURE, GLOBAL = [90.0, 91.0, 92.5, 90.2], [90.5, 93.0, 93.5, 90.1], [89.0, 90.5, 92.0, 91.0]
 
