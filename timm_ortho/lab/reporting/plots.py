@@ -392,9 +392,7 @@ def _sites(runs: Sequence[Run]) -> dict[str, list[tuple[int, str]]]:
 
 def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
     """Return the name of the last site of the last block."""
-    last = max((row["layer"] for row in rows), default=None)
-    names = [row["name"] for row in rows if row["layer"] == last]
-    return names[-1] if names else None
+    return max(reversed(rows), key=lambda row: row["layer"])["name"] if rows else None
 
 
 def _last_branch(scene: Scene, *, by: By = (), caption: str = "") -> Pictures:

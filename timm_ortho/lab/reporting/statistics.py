@@ -9,7 +9,6 @@ from typing import Any, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05  # a difference is detected if its p, in reports Holm's adjusted p, is at most this level
 ROUNDING = 1e-6  # relative tolerance, above the float32 rounding error of an accuracy
 
 
@@ -94,9 +93,9 @@ def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
 
 
 def detected(p: Optional[float]) -> bool:
-    """Return whether p is at most `LEVEL`. A difference without p is not detected.
+    """Return whether p, in reports Holm's adjusted p, is at most 0.05. A difference without p is not detected.
 
     >>> detected(0.05), detected(0.06), detected(None)
     (True, False, False)
     """
-    return p is not None and p <= LEVEL
+    return p is not None and p <= 0.05
