@@ -116,7 +116,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"measures": []}, "report: rows and measures need at least one entry each"),
     ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; did you mean 'training'"),
     ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; did you mean 'transitions'"),
-    ({"order": "connection"}, "report: order accepts no entry 'connection'; known are depth"),
+    ({"order": "connection"}, "report: order needs an axis whose values are numbers, not 'connection'"),
     ({"plots": [{"training": {"name": "norms"}}]}, "report: plot 'training' accepts no option 'name'; known are by"),
     ({"plots": ["points"]}, "report: plot 'points' needs the option 'x'"),
     ({"plots": [{"curves": {"column": "top1"}}]}, "report: plot 'curves': column accepts no entry 'top1'"),
@@ -132,7 +132,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"plots": [2]}, "report: plots: an entry is 2, but must be text or a mapping"),
     ({"plots": [{"training": {"by": 2}}]}, "plot 'training': by is 2, but must be text or a list"),
     ({"plots": [{"training": {"lines": "depth"}}]}, "plot 'training': lines is 'depth', but must be a list"),
-    ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "x of pearson accepts no entry 'connection'; kn"),
+    ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "pearson needs an axis whose values are numbers"),
 ])
 def test_bad_layouts(given, message):
     with pytest.raises(LabError, match=message):

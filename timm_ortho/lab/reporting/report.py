@@ -140,8 +140,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
     dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
     numeric = [axis for axis, values in study["axes"].items()
                if all(isinstance(value, (int, float)) for value in values)]
-    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "x", "by", "lines"), dimensions),
-             "order": numeric, "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
+    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "order", "x", "by", "lines"), dimensions),
+             "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
 
     def check_values(values: Mapping[str, Any], types: Mapping[str, Any], owner: str) -> None:
         for key, value in values.items():
@@ -157,6 +157,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
     layout = Layout(study, **{"rows": [*study["axes"], "connection"], **keys})
     if not layout.rows or not layout.measures:
         raise LabError("report: rows and measures need at least one entry each")
+    if layout.order and layout.order not in numeric:
+        raise LabError(f"report: order needs an axis whose values are numbers, not '{layout.order}'")
     for name, options in layout.plot_options():
         check_names([name], DRAWINGS, "report: plots", "entry")
         _, *accepted = signature(DRAWINGS[name]).parameters.values()
@@ -165,8 +167,8 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
         check_values(options, types, f"{owner}: ")
         if "x" in types and not options.get("x"):
             raise LabError(f"{owner} needs the option 'x', the dimension of the x axis")
-        if options.get("pearson"):
-            check_names([options["x"]], numeric, f"{owner}: x of pearson", "entry")
+        if options.get("pearson") and options["x"] not in numeric:
+            raise LabError(f"{owner}: pearson needs an axis whose values are numbers, not '{options['x']}'")
     layout = replace(layout, measures=list(filter(layout.varies, layout.measures)) or layout.measures)
     unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
