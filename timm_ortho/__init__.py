@@ -1,4 +1,5 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ def _is_command_line() -> bool:
     seconds, which `--version`, `--help` and `study list` save.
     """
     if sys.argv[:1] == ["-m"]:
-        return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "timm_ortho"
+        return re.search(r" -\w*m ?timm_ortho( |$)", " ".join(sys.orig_argv)) is not None  # also `-um timm_ortho`
     return bool(sys.argv) and Path(sys.argv[0]).stem == "timm-ortho"
 
 

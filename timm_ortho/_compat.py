@@ -12,7 +12,6 @@ from timm.models._prune import adapt_model_from_file  # gives layers the widths 
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules  # hooks of all modules
-from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 # Names that this module only imports; ruff would report them as unused.
@@ -59,17 +58,6 @@ def is_eager(*tensors: Optional[Tensor]) -> bool:
         if tensor is not None and (type(tensor) not in _PLAIN or is_batched(tensor)):
             return False
     return True
-
-
-def is_observed(*tensors: Tensor) -> bool:
-    """Return whether a compiler, tracer, transform or dispatch mode may record operations on these tensors.
-
-    Dispatch modes are ``make_fx``, fake tensors, selective checkpointing and FLOP counters. Recorded operations must
-    not work in place. Recording by autograd does not count; see ``torch.is_grad_enabled()``.
-    """
-    return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-            or torch._C._len_torch_dispatch_stack() > 0 or has_torch_function_variadic(*tensors)
-            or any(is_batched(tensor) or not is_plain(tensor) for tensor in tensors))
 
 
 _PLAIN = (Tensor, nn.Parameter)

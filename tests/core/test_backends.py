@@ -178,6 +178,16 @@ def test_correct_kernels_are_tested_once(auto, calls, kind, dtypes):
 
 
 @needs_triton
+@pytest.mark.usefixtures("auto_is_triton")
+def test_kernels_are_tested_at_first_use_in_inference_mode():
+    x, f, _ = tensors()
+    with torch.inference_mode():
+        residual_update(x, f)
+        FeatureConnection().with_norm(x, f, torch.nn.LayerNorm(20))
+    assert list(backends._passed.values()) == [True, True]
+
+
+@needs_triton
 def test_kernels_whose_correct_gradient_is_zero_pass_the_test(auto):
     x, f, g = tensors(KINDS["rows"][0])
     auto(x.half(), f.half(), g.half(), parallel=0.0, orthogonal=0.0)  # pytest raises on a warning

@@ -59,6 +59,15 @@ def test_version(capsys):
     assert environment()["timm-ortho"] == timm_ortho.__version__
 
 
+@pytest.mark.parametrize(("words", "answer"), [
+    ("-m timm_ortho", True), ("-um timm_ortho list", True), ("-Imtimm_ortho list", True), ("-Im timm_ortho.lab", False),
+    ("-m pytest timm_ortho", False)])
+def test_the_command_line_is_recognized(monkeypatch, words, answer):
+    monkeypatch.setattr(sys, "argv", ["-m"])  # before Python has found the module
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
+    assert timm_ortho._is_command_line() is answer
+
+
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
 def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypatch):

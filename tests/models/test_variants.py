@@ -8,13 +8,20 @@ import timm
 import torch
 from helpers.host_comparison import compare_with_host, model_on_meta
 from timm.layers import GroupNorm1
-from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, model_entrypoint
+from timm.models import (
+    MetaFormer,
+    MlpMixer,
+    build_model_with_cfg,
+    get_pretrained_cfg,
+    list_models,
+    model_entrypoint,
+)
 
 import timm_ortho
 from timm_ortho import sites
 from timm_ortho.convert import SUFFIXES, base_name
 from timm_ortho.lab.planning.recipe import load as load_recipe
-from timm_ortho.models import coverage
+from timm_ortho.models import coverage, variants
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights.pretrained import ENTRIES
@@ -238,6 +245,12 @@ def test_norm_before_the_classifier():
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 
 
+@pytest.mark.parametrize("arguments", [{}, dict(norm_layer="batchnorm2d")])
+def test_the_stem_has_the_requested_activation(arguments):
+    model = timm.create_model("resnetv2_18_cifar_ortho", act_layer="silu", **arguments)
+    assert not any(isinstance(module, torch.nn.ReLU) for module in model.modules())
+
+
 def test_weight_init():
     """The initializations of the paper's Table 7 change the weights of convolutions. The biases are zero."""
     def convolution(weight_init):
@@ -290,3 +303,15 @@ def test_arguments_override_an_entry_points_sizes(name, plain, sizes, count):
     assert torch.equal(model(x), plain(x))
     assert len(sites(model)) == count
     assert model.pretrained_cfg["architecture"] == f"{name}_ortho"
+
+
+def even(count):
+    return odd(count - 1) if count else build_model_with_cfg()
+
+
+def odd(count):
+    return even(count - 1)
+
+
+def test_functions_of_an_entry_points_module_may_call_each_other():
+    assert variants._entered(even, lambda: "built", dict(count=4)) == "built"

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Dict
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d
+from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d, get_norm_act_layer
 from timm.models import PretrainedCfg
 from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -107,7 +107,7 @@ class CifarResNetV2(ResNetV2):
         initialise = _WEIGHT_INIT[known_name("weight_init", weight_init, _WEIGHT_INIT)]
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
-        norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
+        norm = get_norm_act_layer(kwargs.setdefault("norm_layer", BatchNormAct2d), kwargs.get("act_layer", nn.ReLU))
         super().__init__(
             *args, output_stride=4 * output_stride, stem_chs=stem_chs, in_chans=in_chans, global_pool=global_pool,
             drop_rate=drop_rate, **kwargs)

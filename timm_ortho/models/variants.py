@@ -9,7 +9,7 @@ import inspect
 import sys
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, Callable, Dict, FrozenSet
+from typing import Any, Callable, Dict, FrozenSet, Set
 
 from timm.models import (
     PretrainedCfg,
@@ -74,26 +74,29 @@ def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> Functio
 
     It lets :func:`create` connect a model between its construction and the loading of its weights.
     """
-    namespace = dict(function.__globals__)
-    for name in function.__code__.co_names:
-        if name == build_model_with_cfg.__name__:
-            namespace[name] = build
-        elif _builds(function, name):
-            namespace[name] = _rebound(namespace[name], build)
-    copy = FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    namespace = {**function.__globals__, build_model_with_cfg.__name__: build}
+
+    def copied(original: FunctionType) -> FunctionType:
+        copy = FunctionType(
+            original.__code__, namespace, original.__name__, original.__defaults__, original.__closure__)
+        copy.__kwdefaults__ = original.__kwdefaults__
+        return copy
+
+    namespace.update({name: copied(namespace[name]) for name in _builders(function)})
+    return copied(function)
 
 
 @cache
-def _builds(caller: FunctionType, name: str) -> bool:
-    """Return whether ``name`` in the caller's module is a function that leads to a call of ``build_model_with_cfg``."""
-    function = caller.__globals__.get(name)
-    if not isinstance(function, FunctionType) or function.__globals__ is not caller.__globals__ or function is caller:
-        return False
-    names = function.__code__.co_names
-    return build_model_with_cfg.__name__ in names or any(_builds(function, inner) for inner in names)
+def _builders(function: FunctionType) -> FrozenSet[str]:
+    """Return the names of functions in an entry point's module that lead to a call of ``build_model_with_cfg``."""
+    own = {name: each for name, each in function.__globals__.items()
+           if isinstance(each, FunctionType) and each.__globals__ is function.__globals__}
+    found: Set[str] = set()
+    grown = {build_model_with_cfg.__name__}
+    while grown - found:
+        found |= grown
+        grown |= {name for name, each in own.items() if not found.isdisjoint(each.__code__.co_names)}
+    return frozenset(found & own.keys())
 
 
 def register_variants(architecture: str) -> None:

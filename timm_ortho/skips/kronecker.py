@@ -5,21 +5,11 @@ from statistics import NormalDist
 from typing import List
 
 import torch
+from sympy import factorint
 
 Matrix = List[List[float]]
 
 _FUSED = (8, 16, 32, 64)  # limits for the number of rows of a product of adjacent factors
-
-
-def _primes(width: int) -> List[int]:
-    """Return the prime factors, the largest first."""
-    primes, p = [], 2
-    while p * p <= width:
-        while width % p == 0:
-            primes.append(p)
-            width //= p
-        p += 1
-    return sorted([*primes, width] if width > 1 else primes, reverse=True)
 
 
 def hartley(p: int) -> Matrix:
@@ -56,7 +46,7 @@ def factors(width: int, seed: str = "") -> List[Matrix]:
     Adjacent factors are multiplied, up to the lowest limit of rows in ``_FUSED`` that gives the fewest matrices.
     """
     draw = random.Random(seed)  # random() draws the same numbers on every machine and in every release of Python
-    made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]
+    made = [rotation(p, draw) if seed else hartley(p) for p in sorted(factorint(width, multiple=True), reverse=True)]
     return min((_grouped(made, most) for most in _FUSED), key=len)
 
 

@@ -33,7 +33,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._compat import is_observed, is_recorded
+from .._compat import is_eager, is_recorded
 
 Weight = Union[float, Tensor]
 
@@ -161,14 +161,6 @@ def plain_update(
 
 
 # ------------------------------------------------------------------------ the backend "torch": forward and backward
-def update(
-        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
-) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Return ``y, s, n``; s is None unless ``keep``. Autograd must not record the call."""
-    y, xf, n = formula(x, f, a, b, dims, eps, reuse=is_large(x) and not is_observed(x, f))
-    return y, xf / n if keep else None, n
-
-
 def is_large(x: Tensor) -> bool:
     """Return whether ``x`` is so large that allocating another buffer of its size takes longer than reusing one, 4 us.
 
@@ -203,7 +195,7 @@ def gradients(
     if for_f:
         grad_f = in_dtype(_times(b, g).addcmul(t, x, value=k), branch_dtype)
     if for_x:  # (1 + k s) g + k t (f - 2 s x); if f is recovered, f - 2 s x = y - (1 + s) x
-        reuse = is_large(x) and not torch.is_grad_enabled() and not is_observed(x, g)
+        reuse = is_large(x) and not torch.is_grad_enabled() and is_eager(x, g)
         addcmul = torch.Tensor.addcmul_ if reuse else torch.Tensor.addcmul
         grad_x = addcmul(g.addcmul(ks, g, value=k), t, kept, value=k)
         grad_x = addcmul(grad_x, t.addcmul(s, t) if recover else 2.0 * s * t, x, value=-k)

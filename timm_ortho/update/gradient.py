@@ -7,11 +7,10 @@ The sums are a second output, so that a double backward pass can differentiate s
 pass, and Dynamo would pass zeros as the gradient of the sums, so there y is the only output. The functions do not
 support ``torch.func``, because the support would cost 70 us per call.
 """
-from typing import Any, Optional, Tuple
-
 import torch
 from torch import Tensor
 
+from .._compat import is_eager
 from . import formula
 from .formula import Weight, in_dtype
 
@@ -21,7 +20,8 @@ class TorchUpdate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, f, a, b, dims, eps, keep_branch):
-        y, s, n = formula.update(x, f, a, b, dims, eps)
+        y, xf, n = formula.formula(x, f, a, b, dims, eps, reuse=formula.is_large(x) and is_eager(x, f))
+        s = xf / n
         ctx.recover = not keep_branch and are(a, b, 0.0, 1.0)
         a_tensor, ctx.a = (a, None) if isinstance(a, Tensor) else (None, a)
         b_tensor, ctx.b = (b, None) if isinstance(b, Tensor) else (None, b)
@@ -31,13 +31,24 @@ class TorchUpdate(torch.autograd.Function):
         return y if torch.compiler.is_compiling() else (y, s)
 
     @staticmethod
-    def backward(ctx, g, grad_s=None):
+    def backward(ctx, g, grad_s=None):  # autograd can record it; grad_s is None except in a double backward pass
         x, kept, s, n, a, b = ctx.saved_tensors
         a, b = ctx.a if a is None else a, ctx.b if b is None else b
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
-        grads = torch_gradients(x, kept, g, grad_s, s, n, a, b, ctx.dims, ctx.eps, ctx.recover, ctx.branch_dtype,
-                           (for_x, for_f, for_a, for_b))
-        return *grads, None, None, None
+        if torch.is_grad_enabled():  # n as a function of x
+            n = x.to(n.dtype).square().sum(ctx.dims, True).add(ctx.eps)
+        grad_x = grad_f = grad_a = grad_b = None
+        if g is not None:
+            grad_x, grad_f, xg, fg = formula.gradients(
+                x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
+            grad_a = (s * xg).sum().to(a) if for_a else None
+            grad_b = (fg - s * xg).sum().to(b) if for_b else None
+        if grad_s is not None:  # n ds/dx = f - 2 s x and n ds/df = x
+            of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if ctx.recover else 2 * s, x, value=-1) * (grad_s / n)
+            of_f = x * (grad_s / n)
+            grad_x = of_x if grad_x is None else grad_x + of_x
+            grad_f = of_f if grad_f is None else grad_f + of_f
+        return grad_x, grad_f, grad_a, grad_b, None, None, None
 
 
 class KernelFailed(RuntimeError):
@@ -62,33 +73,6 @@ class KernelUpdate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return ctx.plan.backward(ctx.saved_tensors, grads)
-
-
-def torch_gradients(
-        x: Tensor, kept: Tensor, g: Optional[Tensor], grad_s: Optional[Tensor], s: Tensor, n: Tensor,
-        a: Weight, b: Weight, dims: Any, eps: float, recover: bool, branch_dtype: torch.dtype,
-        needed: Tuple[bool, bool, bool, bool],
-) -> Tuple[Optional[Tensor], ...]:
-    """Return the gradients of x, f, a and b by the operations of torch, which autograd can record.
-
-    Args:
-        g, grad_s: Gradients of the two outputs. grad_s is None except in a double backward pass.
-    """
-    for_x, for_f, for_a, for_b = needed
-    if torch.is_grad_enabled():  # n as a function of x
-        n = x.to(n.dtype).square().sum(dims, True).add(eps)
-    grad_x = grad_f = grad_a = grad_b = None
-    if g is not None:
-        grad_x, grad_f, xg, fg = formula.gradients(
-            x, kept, g, s, n, a, b, dims, recover, branch_dtype, (for_x, for_f, for_a or for_b))
-        grad_a = (s * xg).sum().to(a) if isinstance(a, Tensor) and for_a else None
-        grad_b = (fg - s * xg).sum().to(b) if isinstance(b, Tensor) and fg is not None and for_b else None
-    if grad_s is not None:  # n ds/dx = f - 2 s x and n ds/df = x
-        of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if recover else 2 * s, x, value=-1) * (grad_s / n)
-        of_f = x * (grad_s / n)
-        grad_x = of_x if grad_x is None else grad_x + of_x
-        grad_f = of_f if grad_f is None else grad_f + of_f
-    return grad_x, grad_f, grad_a, grad_b
 
 
 def are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._checks import check_tensors
@@ -33,7 +33,7 @@ from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_st
 from .._text import error_text
 from .formula import formula
 from .gradient import KernelFailed, KernelUpdate
-from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel, normalised
+from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel
 
 LONGEST_ROW, LONGEST_COLUMN = 8192, 2048  # longest projections in one tile
 TILE = 512  # elements of each tensor in a tile of rows (at least one row): one warp then sums a row without a barrier
@@ -452,7 +452,8 @@ class Plan:
         y = y.to(self.dtype)
         if self.norm is None:
             return y, xf / n
-        h = normalised(y, self.norm.eps, self.norm.centered)
+        normalise = nn.functional.layer_norm if self.norm.centered else nn.functional.rms_norm
+        h = normalise(y.float(), y.shape[-1:], eps=self.norm.eps)
         h = h if w is None else h * w
         return y, (h if c is None else h + c).to(self.norm.dtype), xf / n
 
@@ -471,6 +472,7 @@ class Plan:
         grad_x, grad_f, *of_norm = (None if t is None else next(found) for t in inputs)
         return (grad_x, grad_f, None, *of_norm)[:3 if self.norm is None else 5]
 
+    @torch.inference_mode(False)  # the first call may be in inference mode, where autograd cannot record
     def problem(self) -> str:
         """Compare kernels with torch, forward and backward, on a few projections, and return the problem or ""."""
         outer, width, inner = self.view

@@ -17,7 +17,6 @@ Memory traffic, in tensors of the stream's size: 4 in the forward pass (two step
 """
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LONGEST_NORM = 4096  # longer rows would not fit the registers of the backward kernel
 
@@ -72,11 +71,3 @@ def norm_gradients_kernel(
         part = tl.program_id(0) * width + columns
         tl.store(parts_ptr + part, grad_w, mask=exists)
         tl.store(parts_ptr + programs * width + part, grad_c, mask=exists)
-
-
-def normalised(y: Tensor, eps: float, centered: bool) -> Tensor:
-    """Return z, by operations of torch."""
-    y = y.float()
-    if centered:
-        y = y - y.mean(-1, True)
-    return y * (y * y).mean(-1, True).add(eps).rsqrt()

@@ -75,12 +75,15 @@ def naming_the_source(cfg: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError, AssertionError) as error:
+    except WeightsError:
+        raise
+    except Exception as error:  # timm's constructors raise any exception for the arguments of a stranger
         if not isinstance(cfg, dict) or cfg.get("source") not in ("hf-hub", "local-dir"):
             raise
         source = _source_name(PretrainedCfg(**{key: cfg.get(key) for key in ("source", "hf_hub_id", "file")}))
         raise WeightsError(
-            f"{source}: the arguments of its config.json and of the call cannot build a model: {error}") from error
+            f"{source}: the arguments of its config.json and of the call cannot build a model: "
+            f"{error_text(error, named=True)}") from error
 
 
 def _source_name(cfg: PretrainedCfg) -> str:
