@@ -18,6 +18,11 @@ class UserError(Exception):
     """
 
 
+# The errors of constructors of timm and torch, which check few of their arguments.
+CONSTRUCTOR_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 def did_you_mean(name: Any, known: Iterable[Any], count: int = 1, listed: bool = False) -> str:
     """Return text to append to a message about an unknown name: up to ``count`` similar known names, or "".
 
@@ -55,11 +60,11 @@ def file_name(name: Any) -> str:
 def error_text(error: BaseException, named: bool = False) -> str:
     """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
 
-    If ``named`` is true, the name of the class precedes the text.
+    If ``named`` is true, the name of the class precedes the text. The text of a KeyError is only a key.
     """
     name, text = type(error).__name__, " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:297]}..."
-    return f"{name}: {text}" if named and text else text or name
+    return f"{name}: {text}" if text and (named or isinstance(error, KeyError)) else text or name
 
 
 def whole_lines(content: AnyStr) -> AnyStr:

@@ -30,7 +30,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -38,16 +38,15 @@ from typing import Any, Optional, Union
 
 import timm
 import torch
-from timm.models import clean_state_dict
 from torch import nn
 
 from ._images import data_config
-from ._text import UserError, error_text, finite, whole_lines, without_nan
+from ._text import CONSTRUCTOR_ERRORS, UserError, error_text, finite, whole_lines, without_nan
 from ._yaml import YAMLError, load_written_yaml
 from .convert import is_variant_argument
 from .update import backend
 from .weights import WeightsError
-from .weights.files import load_checkpoint
+from .weights.files import load_checkpoint, tensors_by_name
 
 RUN, OPTIONS, SUMMARY, LAST, LOG = "run.json", "args.yaml", "summary.csv", "last.pth.tar", "log.txt"
 RECORDS, PROBE, FEATURES = "records.jsonl", "probe.jsonl", "features.npy"
@@ -213,6 +212,41 @@ def card_values(
 
 
 # ------------------------------------------------------------------------------------------ timm's files
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# what an option must be -> its test, and the options; timm checks the other options that the package reads
+_OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "text": (_is_text, "model dataset data data_dir val_split interpolation crop_mode"),
+    "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples"),
+    "a number": (_is_number, "crop_pct"),
+    "three whole numbers of at least 1": (
+        lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_is_size, value)), "input_size"),
+    "a list of numbers": (
+        lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_number, value)), "mean std"),
+    "a mapping": (lambda value: isinstance(value, dict), "model_kwargs"),
+    "a list of modules": (
+        lambda value: isinstance(value, (str, list, tuple)) and all(map(_is_text, value)), "device_modules"),
+}
+
+
+def _check_options(options: Mapping[str, Any], path: Path) -> None:
+    """Raise a RunError for an option of another type. `path` is the file that contains the options."""
+    for must, (test, names) in _OPTIONS.items():
+        for key in names.split():
+            if options.get(key) is not None and not test(options[key]):
+                raise RunError(f"{path}: the option '{key}' is {options[key]!r:.60}, and must be {must}")
+
+
 def read_options(folder: Path) -> dict[str, Any]:
     """Return the options in the `args.yaml` of a folder. A missing or damaged file raises a RunError."""
     path = folder / OPTIONS
@@ -222,6 +256,7 @@ def read_options(folder: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read ({error_text(error)})") from None
     if not isinstance(values, dict):
         raise RunError(f"{path} cannot be read (it contains no mapping)")
+    _check_options(values, path)
     return values
 
 
@@ -323,8 +358,10 @@ class CheckpointRun:
         self.options = _options(folder, checkpoint, self.path)
         if ema and not checkpoint.get("state_dict_ema"):
             raise RunError(f"{self.path} has no EMA weights: use its plain weights, or train with --model-ema")
-        self.state_dict = clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
-        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
+        self.state_dict = checkpoint["state_dict_ema" if ema else "state_dict"]
+        epoch = checkpoint.get("epoch")
+        self.epoch = epoch if isinstance(epoch, int) else None
+        self.ema, self.in_mid_epoch = ema, "metric" not in checkpoint
         self.history = read_history(folder, finished=True)
 
     @property
@@ -369,7 +406,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     try:
         model = create_model({**options, "model": name, "pretrained": False}, **{**kwargs, **overrides})
         model.load_state_dict(run.state_dict)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except CONSTRUCTOR_ERRORS as error:
         check_modules(options, str(run.path.parent))  # one of them may register the model or its connection
         raise RunError(f"the model '{name}' cannot be built with the arguments and weights of {run.path}: "
                        f"{error_text(error)}") from None
@@ -433,18 +470,21 @@ def _checkpoint_file(path: Path, stage: str) -> Path:
 def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
+                             f"{BY_HAND}")
+        ema = checkpoint.get("state_dict_ema") or {}
+        return {**checkpoint, "state_dict": tensors_by_name(checkpoint["state_dict"], path),
+                "state_dict_ema": tensors_by_name(ema, path)}
     except (OSError, WeightsError) as error:
         raise NoRunError(error_text(error)) from None
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
-                         f"{BY_HAND}")
-    return checkpoint
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the options in args.yaml. Options without a value there, such as num_classes, come from the checkpoint."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
+    _check_options(options, path)
     if (folder / OPTIONS).is_file():
         written = read_options(folder)
         options.update({key: value for key, value in written.items() if value is not None or key not in options})

@@ -23,6 +23,7 @@ from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho import cli, sites
 from timm_ortho._text import UserError
+from timm_ortho._yaml import dump_yaml
 from timm_ortho.lab import commands as study
 from timm_ortho.lab.image_folder import class_names
 from timm_ortho.run_folder import CheckpointRun, RunError, read_history, run_model
@@ -131,6 +132,32 @@ def test_weights_without_arguments(tmp_path):
     torch.save([1], tmp_path / "list.pth.tar")
     with pytest.raises(RunError, match="has no 'state_dict'"):
         CheckpointRun(tmp_path / "list.pth.tar")
+
+
+@pytest.mark.parametrize(("key", "weights"), [
+    ("state_dict", None), ("state_dict", [1]), ("state_dict", {1: torch.zeros(1)}), ("state_dict_ema", {"a": 1})])
+def test_weights_that_are_no_state_dict(tmp_path, key, weights):
+    torch.save({"state_dict": {}, "args": Namespace(model="vit_test"), key: weights}, tmp_path / "a.pth.tar")
+    with pytest.raises(RunError, match=r"a.pth.tar cannot be read .* \(it has no dict of tensors by name\)$"):
+        CheckpointRun(tmp_path / "a.pth.tar", key == "state_dict_ema")
+
+
+@pytest.mark.parametrize(("key", "value", "must"), [
+    ("model", 5, "text"), ("dataset", 5, "text"), ("data_dir", 5, "text"), ("val_split", 3, "text"),
+    ("img_size", "x", "a whole number of at least 1"), ("crop_pct", "x", "a number"),
+    ("input_size", [3, 8], "three whole numbers of at least 1"), ("input_size", [3, 0, 8], "three whole numbers of at"),
+    ("mean", ["a"], "a list of numbers"), ("std", [], "a list of numbers"), ("model_kwargs", [1], "a mapping"),
+    ("device_modules", 5, "a list of modules"), ("device_modules", [5], "a list of modules"),
+])
+def test_options_of_another_type(tmp_path, key, value, must):
+    folder = timm_run(tmp_path / "run", epochs=1)
+    options = {**vars(load_checkpoint(folder / "last.pth.tar")["args"]), key: value}
+    (folder / "args.yaml").write_text(dump_yaml(options))
+    torch.save({"state_dict": {}, "args": Namespace(**options)}, tmp_path / "a.pth.tar")
+    for path, file in ((folder, folder / "args.yaml"), (tmp_path / "a.pth.tar", tmp_path / "a.pth.tar")):
+        with pytest.raises(RunError) as error:
+            CheckpointRun(path)
+        assert str(error.value).startswith(f"{file}: the option '{key}' is {value!r}, and must be {must}")
 
 
 def test_a_second_training_in_the_same_folder(tmp_path):

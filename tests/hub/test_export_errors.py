@@ -74,6 +74,8 @@ def test_weights_of_another_model(tmp_path):
     (folder / "args.yaml").write_text(args.replace("depth: 2", "checkpoint_path: X"))
     unusable = "timm.models._factory.create_model() got multiple values for keyword argument 'checkpoint_path'"
     assert refused("vit_small_ortho", path, unusable) in message(folder, tmp_path / "out")
+    (folder / "args.yaml").write_text(args.replace("num_heads: 2", "num_heads: 0"))
+    assert refused("vit_small_ortho", path, "integer modulo by zero") in message(folder, tmp_path / "out")
 
 
 def test_other_wrong_arguments(tmp_path):

@@ -254,7 +254,8 @@ def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _yaml(options: Mapping[str, Any]) -> str:
-    plain = json.loads(json.dumps(without_folders(options), default=str))  # JSON's types only; a date becomes text
+    # JSON's types only: a date becomes text
+    plain = json.loads(json.dumps(without_folders(options), default=str, skipkeys=True))
     return dump_yaml(plain, default_flow_style=None, width=100).strip()
 
 

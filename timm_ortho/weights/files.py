@@ -72,6 +72,11 @@ def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:
     keys = (*(("state_dict_ema", "model_ema") if use_ema else ()), "state_dict", "model")
     if isinstance(weights, dict):
         weights = next((weights[key] for key in keys if weights.get(key) is not None), weights)
+    return tensors_by_name(weights, path)
+
+
+def tensors_by_name(weights: Any, path: Path_) -> Dict[str, Tensor]:
+    """Return the weights in a file without prefixes of wrappers; raise WeightsError unless they are a state dict."""
     if not isinstance(weights, dict) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
         raise WeightsError(f"{path} cannot be read as a checkpoint (it has no dict of tensors by name)")
