@@ -67,6 +67,25 @@ def error_text(error: BaseException, named: bool = False) -> str:
     return f"{name}: {text}" if text and (named or isinstance(error, KeyError)) else text or name
 
 
+def printable(text: str) -> str:
+    """Return text for a terminal, with escapes in place of characters that control it, except tabs and newlines.
+
+    >>> printable("\\x1b[2J")
+    '\\\\x1b[2J'
+    """
+    return "".join(each if each.isprintable() or each in "\t\n" else each.encode("unicode_escape").decode()
+                   for each in text)
+
+
+def escaped(text: str) -> str:
+    """Return text within a line of Markdown, with backslashes before the characters that have a meaning there.
+
+    >>> escaped("a|b")
+    'a\\\\|b'
+    """
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", printable(" ".join(text.splitlines())))
+
+
 def whole_lines(content: AnyStr) -> AnyStr:
     """Return the content of a file without a last line that has no newline. Its writer was stopped within this line.
 

@@ -224,6 +224,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_modules(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, (list, tuple)) and all(
+        isinstance(name, str) and name.replace(".", "_").isidentifier() for name in names)
+
+
 # what an option must be -> its test, and the options; timm checks the other options that the package reads
 _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "text": (_is_text, "model dataset data data_dir val_split interpolation crop_mode"),
@@ -234,8 +240,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "a list of numbers": (
         lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_number, value)), "mean std"),
     "a mapping": (lambda value: isinstance(value, dict), "model_kwargs"),
-    "a list of modules": (
-        lambda value: isinstance(value, (str, list, tuple)) and all(map(_is_text, value)), "device_modules"),
+    "a list of modules": (_are_modules, "device_modules"),
 }
 
 

@@ -3,8 +3,10 @@ import errno
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
+import torch
 
 import timm_ortho
 from timm_ortho import cli
@@ -167,6 +169,11 @@ def test_other_errors(capsys):
     for command in (["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]):
         error = fails(capsys, *command, os.fsdecode(b"caf\xe9"))  # a YAML file with such a name could not be read again
         assert error == "timm-ortho: error: 'caf\\udce9' is not UTF-8: rename the file or folder\n"
+
+
+def test_names_in_other_peoples_files_do_not_control_the_terminal(tmp_path, capsys):
+    torch.save({"state_dict": {}, "args": Namespace(model="\x1b]0;\x07\u202e")}, tmp_path / "a.pth.tar")
+    assert "the model '\\x1b]0;\\x07\\u202e' cannot be built" in fails(capsys, "show", str(tmp_path / "a.pth.tar"))
 
 
 def test_compare_passes_options(monkeypatch):

@@ -148,6 +148,7 @@ def test_weights_that_are_no_state_dict(tmp_path, key, weights):
     ("input_size", [3, 8], "three whole numbers of at least 1"), ("input_size", [3, 0, 8], "three whole numbers of at"),
     ("mean", ["a"], "a list of numbers"), ("std", [], "a list of numbers"), ("model_kwargs", [1], "a mapping"),
     ("device_modules", 5, "a list of modules"), ("device_modules", [5], "a list of modules"),
+    ("device_modules", ["timm_ortho; evil()"], "a list of modules"),
 ])
 def test_options_of_another_type(tmp_path, key, value, must):
     folder = timm_run(tmp_path / "run", epochs=1)

@@ -11,7 +11,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .._text import finite
+from .._text import escaped, finite
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
 from ..convert import IMPORT_TAG
@@ -87,6 +87,7 @@ def model_card(subject: Subject, run: Optional[CheckpointRun] = None, curve: Opt
     """
     registered = subject.config["architecture"] if subject.connection else None
     values = run.card if run else CardValues()
+    options = _yaml(run.options) if run else ""
     card = ModelCard.from_template(
         _metadata(subject, run),
         template_path=str(TEMPLATE),
@@ -98,16 +99,19 @@ def model_card(subject: Subject, run: Optional[CheckpointRun] = None, curve: Opt
         mode=" in grey" if subject.config["pretrained_cfg"]["input_size"][0] == 1 else "",
         facts=list(_facts(subject)),
         update=declared(subject.connection, "card_text"),
-        data=_dataset(subject, run)[0],
-        train_data=_images(subject, run, "train_num_samples"),
-        dataset=_images(subject, run, "val_num_samples"),
+        data=escaped(_dataset(subject, run)[0]),
+        train_data=escaped(_images(subject, run, "train_num_samples")),
+        dataset=escaped(_images(subject, run, "val_num_samples")),
+        split=escaped(run.split) if run else "",
         results=list(_results(run)) if run else [],
+        baseline=escaped(values.comparison[0]["baseline"]) if values.comparison else "",
         comparison=[_compared(row) for row in values.comparison],
         curve=curve,
         recipe=list(_recipe(without_folders(run.options))) if run else [],
-        options=_yaml(run.options) if run else "",
+        options=options,
+        fence=max(["```", *(f"{ticks}`" for ticks in re.findall("`+", options))], key=len),  # options cannot close it
         # the command contains local paths
-        made_with=", ".join(f"{key} {value}" for key, value in values.made_with.items() if key != "command"),
+        made_with=", ".join(f"{key} {escaped(value)}" for key, value in values.made_with.items() if key != "command"),
         citations=CITATIONS,
     )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)  # omitted sections leave blank lines
@@ -216,12 +220,13 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
         make = CONNECTIONS.get(connection)
         # functools.partial has a docstring of its own
         description = getattr(getattr(make, "func", make), "__doc__", None) or "Registered by its author."
-        yield "connection", f"{connection}. {description.strip().splitlines()[0]}"
+        yield "connection", f"{connection}. {description.strip().splitlines()[0]}".replace("|", "\\|")
     if "skip" in arguments:
         skip = arguments.pop("skip")
         yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
     for key, value in arguments.items():
-        yield f"`{key}`", f"`{value}`"
+        text = " ".join(str(value).split()).replace("`", "'").replace("|", "\\|")
+        yield f"`{key}`", f"`{text}`"
     yield "parameters", f"{subject.parameters:,}"
     yield "input", " x ".join(map(str, cfg["input_size"]))
     for key in ("mean", "std", "interpolation", "crop_pct"):
@@ -232,7 +237,7 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
 
 def _compared(row: Mapping[str, Any]) -> list[str]:
     spread = f" ± {row['top1_std']:.2f}" if row["top1_std"] is not None else ""
-    return [row["connection"], f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
+    return [escaped(row["connection"]), f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
             ", ".join(map(str, row["seeds"]))]
 
 
@@ -280,4 +285,4 @@ def without_folders(value: Any, key: str = "") -> Any:
 
 
 def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return escaped(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))

@@ -25,7 +25,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .._compat import current_arguments
-from .._text import UserError, error_text
+from .._text import UserError, error_text, escaped
 from ..connections import CONNECTIONS
 from ..convert import IMPORT_TAG, base_name, is_variant, keep_arguments
 from ..model_sites import connection_arguments
@@ -211,7 +211,7 @@ def _subject(
         revision=revision,
         license=license,
         base_model=base_model,
-        limits=[share_alike] if _is_share_alike(initial) else (),
+        limits=[escaped(share_alike)] if _is_share_alike(initial) else (),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Sequence, Union
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ..._text import aligned, file_name, svg_text
+from ..._text import aligned, escaped, file_name, svg_text
 
 
 class Table(NamedTuple):
@@ -91,8 +91,7 @@ def _rendered(template: str, title: str, blocks: Sequence[Block]) -> str:
     # SVGs are embedded as images, so that their ids cannot clash
     environment.filters["base64"] = lambda svg: base64.b64encode(svg.encode("utf-8")).decode("ascii")
     environment.filters["width"] = lambda svg: float(*re.findall(r'width="([\d.]+)pt"', svg)[:1])
-    # the characters that have a meaning within a line of Markdown
-    environment.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", text)
+    environment.filters["escaped"] = escaped
     named = [(type(block).__name__, block) for block in blocks]
     return environment.get_template(template).render(title=title, blocks=named)
 
