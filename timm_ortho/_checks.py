@@ -1,6 +1,6 @@
 """Check arguments, and raise a ValueError that contains the invalid value and the allowed values."""
 import operator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Collection, List, Optional
 
 import torch
@@ -42,6 +42,14 @@ def check_weight(name: str, weight: Any) -> None:
                          f"{tuple(weight.shape)}")
     if isinstance(weight, bool) or not isinstance(weight, (Tensor, Real)):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight!r}")
+
+
+def listed_axes(dim: Any) -> Optional[List[int]]:
+    """Return an argument ``dim`` as a list of ints, or None for None; raise ValueError for other values."""
+    axes = dim if dim is None or isinstance(dim, (tuple, list)) else [dim]
+    if axes is not None and not all(isinstance(axis, (int, Integral)) for axis in axes):
+        raise ValueError(f"dim must be a whole number, a tuple of whole numbers or None, got {dim!r}")
+    return None if axes is None else [int(axis) for axis in axes]
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:

@@ -111,14 +111,11 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-def svg_text(figure: Any, salt: str, fonttype: str = "none") -> str:
-    """Return a figure of matplotlib as SVG. Equal figures with equal salts have equal bytes.
-
-    Text remains text; ``fonttype="path"`` converts it to paths.
-    """
+def svg_text(figure: Any, salt: str) -> str:
+    """Return a figure of matplotlib as SVG with selectable text. Equal figures with equal salts have equal bytes."""
     from matplotlib import rc_context  # a slow import, and only the lab needs matplotlib
 
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": fonttype}):
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -30,6 +30,10 @@ def load_yaml(text: str) -> Any:
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported, write the values instead",
                                            problem_mark=event.start_mark)
+            # to read 1:1:1:... as a number takes quadratic time; the second flag is true for text in quotes
+            if isinstance(event, yaml.ScalarEvent) and not event.implicit[1] and len(event.value) > 1000:
+                raise yaml.MarkedYAMLError(problem="a value of more than 1,000 characters must be in quotes",
+                                           problem_mark=event.start_mark)
         return yaml.load(text, Loader=_Loader)
     except (ValueError, RecursionError) as error:  # a date such as 2026-13-01, or thousands of nested lists
         raise YAMLError(f"a value cannot be read: {error}") from None

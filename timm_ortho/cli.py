@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from . import __version__
-from ._text import UserError, aligned, error_text, printable
+from ._text import CONSTRUCTOR_ERRORS, UserError, aligned, error_text, printable
 
 _EXTRA = ("matplotlib", "tqdm", "sklearn", "scipy", "filelock")  # modules of the extra `lab`
 
@@ -304,11 +304,10 @@ def _add_bench(commands: Any) -> None:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from .bench import bench
-    from .run_folder import environment
 
     options = _requested(parsed, "what models img_size batch_size shapes dtypes device compile modes repeats")
     options["model_kwargs"] = dict(parsed.model_kwargs)
-    return bench(options, environment(), parsed.output, parsed.command_line)
+    return bench(options, parsed.output, parsed.command_line)
 
 
 # ----------------------------------------------------------------------------------------------- recipe
@@ -494,7 +493,7 @@ def _show(parsed: argparse.Namespace) -> int:
         measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(measured, parsed.svg, parsed.model)
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+    except CONSTRUCTOR_ERRORS as error:
         raise UserError(error_text(error)) from None
     try:
         show.as_text(measured).encode(sys.stdout.encoding or "utf-8")
@@ -507,6 +506,7 @@ def _show(parsed: argparse.Namespace) -> int:
 def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model that `show` prints, and the options that describe the model's input images."""
     import timm
+    from timm.layers import to_2tuple
 
     from .convert import is_variant
     from .hub import pull
@@ -515,7 +515,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     from .weights.files import load_weights
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
-    options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
+    options = {} if size is None else {"input_size": (3, *to_2tuple(size))}
     names_variant, is_repository = is_variant(name), name.startswith(("hf-hub:", "local-dir:"))
     if not names_variant and (checkpoint or parsed.pretrained):
         raise UserError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")

@@ -3,14 +3,13 @@
 :func:`residual_update` returns the stream plus the weighted parts of the branch output, and :func:`decompose` returns
 the two parts. :func:`choose_backend` and :func:`use_backend` select the implementation.
 """
-from numbers import Integral
 from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
+from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name, listed_axes
 from ._compat import (
     has_hooks,
     hooks_saved_tensors,
@@ -60,7 +59,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         (tensor([0.3600, 0.4800]), tensor([ 0.6400, -0.4800]))
     """
     check_eps(eps)
-    dims = check_tensors(x, f, _listed(dim))
+    dims = check_tensors(x, f, listed_axes(dim))
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
     parallel = (x * f).sum(dims, True) / (x * x).sum(dims, True).add(eps) * x
@@ -124,7 +123,7 @@ def residual_update(
     known_name("keep", keep, KEEPS)
     if backend is not None:
         known_name("backend", backend, BACKENDS)
-    return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
+    return checked_update(x, f, parallel, orthogonal, listed_axes(dim), eps, mask, keep == "branch", backend)
 
 
 def checked_update(
@@ -160,7 +159,8 @@ def checked_update(
     if are(a, b, 1.0, 1.0):
         return x + f
     with_gradients = torch.is_grad_enabled() and (
-        x.requires_grad or f.requires_grad or (learned and (_is_learned(a) or _is_learned(b))))
+        x.requires_grad or f.requires_grad
+        or (learned and any(isinstance(weight, Tensor) and weight.requires_grad for weight in (a, b))))
     if not eager and (is_recorded() or is_transformed() or (with_gradients and (returns_views(x) or returns_views(f)))):
         return plain_update(x, f, a, b, dims, eps)
     if with_gradients:
@@ -189,10 +189,6 @@ def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> 
         case, name, lambda: _norm_plan(x, f, eps, norm), x, f, parameters.get("weight"), parameters.get("bias"))
 
 
-def _is_learned(weight: Weight) -> bool:
-    return isinstance(weight, Tensor) and weight.requires_grad
-
-
 def _plan(*arguments: Any) -> Any:
     from .update.kernels import make_plan  # Triton is optional and slow to import
 
@@ -203,10 +199,3 @@ def _norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Any:
     from .update.kernels import make_norm_plan
 
     return make_norm_plan(x, f, eps, norm, NORMS[type(norm)]) if has_kernels(norm) else None
-
-
-def _listed(dim: Dim) -> Optional[List[int]]:
-    axes = dim if dim is None or isinstance(dim, (tuple, list)) else [dim]
-    if axes is not None and not all(isinstance(axis, (int, Integral)) for axis in axes):
-        raise ValueError(f"dim must be a whole number, a tuple of whole numbers or None, got {dim!r}")
-    return None if axes is None else [int(axis) for axis in axes]

@@ -76,6 +76,7 @@ def test_layouts_of_convolutional_models():
     one = architecture("resnetv2_18_cifar_orthog", 2, 16, dict(layers=(1,)))
     assert (one.base, [*one.variants], one.batch) == ("resnetv2_18_cifar", ["orthog"], (2, 3, 16, 16))
     assert one.layouts == ("nchw", "channels_last")
+    assert architecture("vit_test", 2, None, dict(img_size=[8, 16])).batch == (2, 3, 8, 16)
     for layout in one.layouts:
         seen = []
         with pytest.MonkeyPatch.context() as patch:
@@ -94,14 +95,11 @@ def watched(forward, seen):
 
 
 @pytest.mark.parametrize("step", ["training", "inference"])
-@pytest.mark.parametrize(("mode", "expected"), [
-    ("eager", "default"), ("compiled", "compiled")])
+@pytest.mark.parametrize(("mode", "expected"), [("eager", "default"), ("compiled", "torch")])
 def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
     seen = []
 
     def choose(x, f):
-        if torch.compiler.is_compiling():
-            return "compiled"
         seen.append((f.requires_grad, torch.is_inference_mode_enabled()))
         return "default"
 
@@ -110,6 +108,9 @@ def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
     assert (linear.backend(), ortho.backend()) == ("torch", expected)
     if mode != "compiled":
         assert seen == [(step == "training", step == "inference")]
+        for arguments, backend in ((dict(connection_layers=[1]), "default"), (dict(connection_layers=[]), "torch")):
+            mixed = architecture("vit_test_ortho", 2, None, arguments)
+            assert built(step, mixed)[1].backend() == backend
 
 
 @pytest.mark.slow

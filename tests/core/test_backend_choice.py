@@ -3,6 +3,7 @@ import functools
 import importlib.util
 import re
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -65,6 +66,14 @@ def test_the_environment_is_read_when_the_package_is_imported(variable, answer, 
         assert again.choose_backend(torch.ones(1), torch.ones(1)) == answer
     except ValueError as error:
         assert str(error) == answer  # noqa: PT017 only one of the cases raises
+
+
+@needs_triton
+@pytest.mark.parametrize("dim", [np.int64(1), (np.int64(0), 1), [1]])
+def test_axes_are_those_of_the_update(dim):
+    x, f = torch.randn(2, 2, 3)
+    assert choose_backend(x, f, "triton", dim) == "triton"
+    residual_update(x, f, dim=dim)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", "meta"])

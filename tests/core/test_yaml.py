@@ -11,7 +11,9 @@ from timm_ortho._yaml import YAMLError, dump_yaml, load_yaml
     ("a: &a {b: *a}", r"aliases \(\*name\)"),
     ("a: &a [1]\nb: {<<: *a}", r"aliases \(\*name\)"),
     ("a: 2026-13-01", "month must be in 1..12"),
-    (f"a: {'9' * 5000}", "a value cannot be read"),
+    (f"a: {'9' * 5000}", "more than 1,000 characters"),
+    (f"a: 1{':1' * 500}", "more than 1,000 characters must be in quotes"),
+    (f"a: !!int '1{':1' * 500}'", "more than 1,000 characters"),
     ("[" * 100_000, "nesting|nested|recursion"),
     ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
 ])
@@ -21,6 +23,7 @@ def test_what_is_not_read(text, reason):
 
 
 def test_values_are_read_as_by_pyyaml():
+    assert load_yaml(f"'{'1' * 1001}'") == "1" * 1001
     assert load_yaml("a: &unused [1, 2.5, null, yes]\n<<: {b: text}") == {"a": [1, 2.5, None, True], "b": "text"}
 
 

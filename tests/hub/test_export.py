@@ -161,6 +161,13 @@ def test_wrappers_and_memory_formats_change_nothing(tmp_path):
     assert model.training  # `export` does not change the mode of the model
 
 
+def test_the_default_device_changes_nothing(tmp_path):
+    model, folder = created("vit_test_ortho"), timm_run(tmp_path / "run", epochs=1)
+    with torch.device("meta"):  # as after torch.set_default_device("cuda")
+        for index, source in enumerate((model, folder)):
+            hub.export(source, tmp_path / str(index), "me/model")
+
+
 def test_a_run_adds_data_labels_and_curve(grid, tmp_path):
     hub.export(grid / "feature-seed0", tmp_path / "out", "me/model", license="mit")
     written = config(tmp_path / "out")

@@ -30,14 +30,13 @@ from .options import BenchError, resolve
 __all__ = ["BenchError", "Clock", "Group", "as_in_training", "bench", "measure", "model_groups", "resolve"]
 
 
-def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: Path, command: str) -> int:
+def bench(requested: Mapping[str, Any], output: Path, command: str) -> int:
     """Measure, print the tables, and write `bench.csv`.
 
     The file is written after each group. Ctrl-C also prints the tables of the finished groups.
 
     Args:
         requested: Options by name, see `options.resolve`.
-        environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the file.
         command: Command line, for the CSV.
 
@@ -48,16 +47,15 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
         BenchError: An option is invalid; raised before the first measurement.
 
     >>> import tempfile
-    >>> from timm_ortho.run_folder import environment
     >>> options = dict(device="cpu", what=["operator"], shapes=["1x2x4"], scopes=["feature"], repeats=1, compile=False,
     ...                copy_bytes=1024)
-    >>> bench(options, environment(), Path(tempfile.mkdtemp()), "example")  # doctest: +ELLIPSIS
+    >>> bench(options, Path(tempfile.mkdtemp()), "example")  # doctest: +ELLIPSIS
     shape...
     0
     """
     options = resolve(requested)
     groups = [*operator_groups(options), *model_groups(options)]
-    machine = results.machine(options.device, environment, command)
+    machine = results.machine(options.device, command)
     results.write_rows(output, [])  # a folder that cannot be written is an error before the first measurement
     rows, status = [], 0
     try:

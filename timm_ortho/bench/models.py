@@ -80,18 +80,16 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
 
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
-    is_linear = isinstance(sites(model)[0].connection, LinearConnection)
-    chosen = partial(_chosen_backend, images.device, mode == "compiled", model.training)
-    backend = (lambda: "torch") if is_linear else chosen
+    is_torch = mode == "compiled" or all(isinstance(site.connection, LinearConnection) for site in sites(model))
+    backend = (lambda: "torch") if is_torch else partial(_chosen_backend, images.device, model.training)
     if not model.training:
         return Candidate(name, infer, backend=backend, held=held)
     return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,
                      held=held)
 
 
-def _chosen_backend(device: torch.device, compiled: bool, training: bool) -> str:
-    """Return the backend that connections use for tensors on this device."""
-    choose = torch.compile(choose_backend, backend="eager", fullgraph=True) if compiled else choose_backend
+def _chosen_backend(device: torch.device, training: bool) -> str:
+    """Return the backend that connections use for tensors on this device in eager code."""
     with torch.inference_mode(not training):
         x = torch.ones(1, 1, device=device, requires_grad=training)
-        return choose(x, x)
+        return choose_backend(x, x)

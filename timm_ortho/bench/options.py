@@ -4,8 +4,9 @@ from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
+from timm.layers import to_2tuple
 
-from .._text import UserError, did_you_mean, error_text
+from .._text import CONSTRUCTOR_ERRORS, UserError, did_you_mean, error_text
 from ..convert import bases_with_variants, suffix_of
 from ..functional import choose_backend
 from ..model_sites import sites
@@ -131,7 +132,7 @@ def architecture(name: str, batch: int, img_size: Optional[int], arguments: Mapp
     """
     suffix = suffix_of(name)
     base = name.removesuffix(suffix)
-    if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
+    if suffix == "_linear" or "." in name or not timm.is_model(f"{base}_ortho"):
         raise BenchError(
             f"no orthogonal variant {name!r}{did_you_mean(base, bases_with_variants())} (see timm-ortho list)")
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
@@ -141,10 +142,10 @@ def architecture(name: str, batch: int, img_size: Optional[int], arguments: Mapp
     try:
         with torch.device("meta"):
             models = [timm.create_model(variant, **arguments) for variant in variants.values()]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except CONSTRUCTOR_ERRORS as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
-    size = img_size or arguments.get("img_size")
-    images = (batch, arguments.get("in_chans", channels), size or height, size or width)
+    height, width = to_2tuple(img_size or arguments.get("img_size") or (height, width))
+    images = (batch, arguments.get("in_chans", channels), height, width)
     layouts = ("nchw", "channels_last") if sites(models[0])[0].connection.dim == 1 else ("tokens",)
     return Architecture(base, variants, arguments, images, layouts)

@@ -29,7 +29,7 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 
 from .._text import aligned
-from ..run_folder import made_on
+from ..run_folder import environment, made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 METRICS = (
@@ -125,11 +125,11 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 
 
 # ---------------------------------------------------------------------------------------------- the machine
-def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Measurement:
-    """Return the columns in `MACHINE` except `threads`. `environment` has the values that `timm-ortho env` prints."""
-    made, gpu = made_on(), device.type == "cuda"
+def machine(device: torch.device, command: str) -> Measurement:
+    """Return the columns in `MACHINE` except `threads`."""
+    made, known, gpu = made_on(), environment(), device.type == "cuda"
     return {
-        **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
+        **{name: known[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in known},
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "python": platform.python_version(),
         "driver": made["driver"] if gpu else "",

@@ -93,10 +93,13 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
         config: A timm data configuration.
     """
     config = config or data_config(model, {})
+    channels = config["input_size"][0]
     if image is None:
         return torch.randn(4, *config["input_size"], generator=torch.Generator().manual_seed(0))
+    if channels not in (1, 3):
+        raise ValueError(f"image {image} has 1 or 3 channels, but the model has {channels} input channels")
     try:
-        picture = opened(image, "L" if config["input_size"][0] == 1 else "RGB")
+        picture = opened(image, "L" if channels == 1 else "RGB")
     except OSError as error:
         raise ValueError(f"image {image} cannot be read: {error.strerror or 'its format is not known'}") from None
     except ValueError as error:

@@ -86,10 +86,11 @@ def export(
     if names and not (FILES <= names <= FILES | {CURVE}
                       and "\n- timm-ortho\n" in (folder / CARD).read_text(encoding="utf-8", errors="replace")):
         raise PublishError(f"{folder} contains other files ({min(names - FILES or names)}): choose another folder")
-    published, run, initial = _read(model, ema)
+    with torch.device("cpu"):  # the caller may have called torch.set_default_device
+        published, run, initial = _read(model, ema)
     if license is None and _is_share_alike(initial):
         license = initial["license"]
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, torch.device("cpu"):
         config = _save(published, Path(scratch), run, labels, license)
         if without_tokens(text := json.dumps(config), token) != text:
             raise PublishError("config.json would contain a token: remove it from the model's arguments and labels")

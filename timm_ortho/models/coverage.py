@@ -112,12 +112,6 @@ def cells(row: ModuleCoverage) -> Tuple[str, ...]:
     return row.module, architectures, sites, before_norm, "; ".join(left_out)
 
 
-def table() -> str:
-    """Return the coverage of the installed timm as a Markdown table."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, timm_modules())]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def _range(counts: Iterable[int]) -> str:
     distinct = sorted(set(counts))
     return " - ".join(map(str, distinct[:1] + distinct[1:][-1:]))

@@ -21,7 +21,7 @@ import torch
 from timm.layers import LayerNorm, RmsNorm
 from torch import Tensor, nn
 
-from .._checks import check_tensors, known_name
+from .._checks import check_tensors, known_name, listed_axes
 from .._compat import has_hooks, is_eager, own_parameters
 from . import node
 from .gradient import KernelFailed
@@ -112,7 +112,7 @@ def choose_backend(
         return "torch"
     from .kernels import view_of
 
-    dims = check_tensors(x, f, [dim] if isinstance(dim, int) else None if dim is None else list(dim))
+    dims = check_tensors(x, f, listed_axes(dim))
     return "torch" if view_of(x, f, dims) is None else "triton"
 
 
