@@ -22,7 +22,6 @@ Another person may have written the files. Each one is checked once, where it is
 import csv
 import importlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -96,6 +95,10 @@ _KINDS = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN, inf and 10**400
+
+
 def _checked(value: Any, kind: Any, name: str) -> Any:
     """Return a value of a JSON file if it is of a kind. Raise a ValueError with its name otherwise."""
     if isinstance(kind, tuple):
@@ -111,7 +114,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         return {key: _checked(value[key], inner, f"{name}.{key}") for key, inner in kinds.items() if key in value}
     if isinstance(kind, set) and isinstance(value, str) and value in kind:
         return value
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and _is_number(value):
         return float(value)
     if kind is int and type(value) is int and value >= 0:
         return value
@@ -216,23 +219,15 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _are_modules(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
     return isinstance(names, (list, tuple)) and all(
         isinstance(name, str) and name.replace(".", "_").isidentifier() for name in names)
 
 
-# what an option must be -> its test, and the options; timm checks the other options that the package reads
+# What an option must be -> its test, and the options. timm checks the other options that the package reads.
 _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "text": (_is_text, "model dataset data data_dir val_split interpolation crop_mode"),
+    "text": (lambda value: isinstance(value, str), "model dataset data data_dir val_split interpolation crop_mode"),
     "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples"),
     "a number": (_is_number, "crop_pct"),
     "three whole numbers of at least 1": (
