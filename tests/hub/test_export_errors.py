@@ -43,7 +43,7 @@ def named(architecture):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (with_other_activation, "has different logits: config.json does not store later changes"),
+    (with_other_activation, "has different logits: config.json does not store changes that were made"),
     (without_a_skip, "has different logits"), (with_more, "the saved files do not reproduce this model: "),
     (lambda model: [timm_ortho.connect(model.blocks[0], "global")], "the sites have different connections: connect"),
     (lambda model: absorb(timm_ortho.connect(model, "feature", skip="orthogonal_tp")), "the model cannot be saved: "),

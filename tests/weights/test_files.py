@@ -22,9 +22,9 @@ from timm_ortho import cli, connections, hub
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError
 from timm_ortho.lab.data import check_shards
-from timm_ortho.lab.folder import Variant
+from timm_ortho.lab.folder import Variant, read_study
 from timm_ortho.lab.image_folder import check_sources
-from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.running import launcher, run
 from timm_ortho.lab.running.loop import build_model
@@ -226,7 +226,7 @@ def test_weights_of_other_classes_in_the_lab(tmp_path, three_classes):
     assert heads[0].shape == (10, 16)
     assert torch.equal(heads[0], heads[1])
     assert torch.equal(heads[0], heads[2])
-    said = next(report.of_data(report.layout_of(plan.read(tmp_path / "out")["study"])))
+    said = next(report.of_data(report.layout_of(read_study(tmp_path / "out")["study"])))
     assert said == f"The runs start from the weights of {file} with a new classifier."
     options = options_of(tmp_path / "out" / "linear-seed0")
     with pytest.raises(TypeError, match="multiple values"):
