@@ -225,7 +225,7 @@ def _are_modules(value: Any) -> bool:
         isinstance(name, str) and name.replace(".", "_").isidentifier() for name in names)
 
 
-# What an option must be -> its test, and the options. timm checks the other options that the package reads.
+# The required type of an option -> its test, and the options of this type. timm checks the remaining options.
 _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "text": (lambda value: isinstance(value, str), "model dataset data data_dir val_split interpolation crop_mode"),
     "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples"),
