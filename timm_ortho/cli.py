@@ -83,7 +83,7 @@ def _shared(output: str) -> argparse.ArgumentParser:
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--device-images", action=argparse.BooleanOptionalAction,
         help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
-             "if they need less than a quarter of its free memory)")
+             "if they need less than a quarter of its memory)")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py, except those that a study varies")
     _add_modules(parser)

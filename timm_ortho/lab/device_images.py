@@ -14,7 +14,7 @@ from . import LabError
 from .augmentation import Augment, Images
 from .train_options import DEVICE_OPTIONS
 
-_SHARE = 4  # by default, images are stored on a GPU if they need less than a quarter of its free memory
+_SHARE = 4  # by default, images are stored on a GPU if they need less than a quarter of its memory
 
 
 # -------------------------------------------------------------------------------------------- the decision
@@ -22,7 +22,7 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
     """Return whether the images of a run are stored on its device.
 
     The default is yes on a GPU if all augmentations exist there, the first image is not larger than the model's input,
-    and the images need less than a quarter of its free memory.
+    and the images need less than a quarter of its memory.
 
     Args:
         options: timm's options of the run.
@@ -36,11 +36,11 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
     device = torch.device(options.device)
     reason = "they are not requested" if options.device_images is False else _why_not(options, source)
     if reason is None:
-        needed, free = bytes_of(source, size), free_memory(device)
+        needed, there = bytes_of(source, size), gpu_memory(device)
         share = 1 if options.device_images else _SHARE
-        if free is not None and needed * share > free:
+        if there is not None and needed * share > there:
             count = len(source.train) + len(source.validation)
-            reason = (f"{count} images need {_megabytes(needed)}, but {device} has {_megabytes(free)} of free memory"
+            reason = (f"{count} images need {_megabytes(needed)}, but {device} has {_megabytes(there)} of memory"
                       + ("" if options.device_images else f", of which they may take {1 / _SHARE:.0%}"))
     if reason is not None and options.device_images:
         raise LabError(f"the images cannot be stored on the device: {reason}: use --no-device-images")
@@ -78,9 +78,13 @@ def stored_size(first: Sequence[int], size: Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
-def free_memory(device: torch.device) -> Optional[int]:
-    """Return the free memory of a GPU in bytes, None for a CPU or if the GPU is on another machine."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and torch.cuda.is_available() else None
+def gpu_memory(device: torch.device) -> Optional[int]:
+    """Return the memory of a GPU in bytes, None for a CPU or if the GPU is on another machine.
+
+    The free memory would depend on other processes, and an equal command would then plan other runs.
+    """
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_here else None
 
 
 def _megabytes(count: int) -> str:
