@@ -180,6 +180,19 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("changes", "options", "setting"), [
+    ({"hold_out": 8}, {}, "hold_out"), ({}, {"crop_padding": 2}, "crop_padding"),
+    ({}, {"rand_augment": [2, 9]}, "rand_augment"), ({}, {}, "train_num_samples")])
+def test_a_manual_run_lacks_the_settings_of_the_labs_own_loop(tmp_path, changes, options, setting):
+    """train.py ignores these settings, also if its args.yaml contains them."""
+    whole = {} if setting == "train_num_samples" else dict(train_num_samples=None, val_num_samples=None, batch_size=64)
+    on_device = {"device_images": True} if options else {}
+    path = written(tmp_path, grid={}, representation=False, **changes)
+    folder = planned(request(path, tmp_path / "out", dataset="digits", **whole, **on_device, **options)).folder
+    with pytest.raises(LabError, match=f"matches no cell of this study; the most similar run differs in {setting}"):
+        collect.collect([folder, manual_run(folder, tmp_path / "hand")])
+
+
 # ------------------------------------------------------------------------------------------------- switches
 def epochs_seen(folder):
     """Return the epochs that the mock has counted in `head.bias`, the optimizer and the checkpoint."""

@@ -20,6 +20,7 @@ from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that are neither folders nor torchvision's
+STREAMED = ("hfids", "tfds", "wds")  # the data sets of which train.py reads the requested number of images
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
 
 
