@@ -37,8 +37,8 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
 
 
 def test_equal_runs_are_shared(tmp_path):
-    """Linear connections ignore eps, so all cells that differ only in eps share one run."""
-    path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
+    """Linear connections ignore eps, so all cells that differ only in eps share one run. A name may be repeated."""
+    path = written(tmp_path, connections=["linear", "feature", "feature"], grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
     assert len(found.points) == 2 * 2 * 3
     assert len(found.runs) == 2 * (1 + 3)
@@ -51,8 +51,8 @@ def test_equal_runs_are_shared(tmp_path):
     {"rank": {"half": {"connections": ["linear", "global"], "switch": {"to": "feature", "optimizer": "kept"}}}},
 ])
 def test_different_runs_have_different_names(tmp_path, grid):
-    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': write one value"):
-        plan.plan(request(written(tmp_path, grid=grid), tmp_path / "out"))
+    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': change the label"):
+        plan.plan(request(written(tmp_path, grid=grid, baseline={}), tmp_path / "out"))
 
 
 def test_switches(tmp_path):

@@ -52,6 +52,14 @@ def test_bad_study(tmp_path, monkeypatch, changed, message):
     assert str(caught.value).startswith("study 'tiny': ")
 
 
+@pytest.mark.parametrize("changes", [
+    dict(baseline={"connection": "global"}), dict(connections=["feature", "global"]),
+    dict(baseline={"connection": "linear", "x": "b"}, grid={"x": {"a": {}, "b": {"connections": ["feature"]}}})])
+def test_a_baseline_that_no_run_has(tmp_path, changes):
+    with pytest.raises(LabError, match=r"study 'tiny' trains no run of its baseline, {'connection': .*\(connections: "):
+        request(written(tmp_path, **changes)).design.variants({})
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "acuracy"], "there is no study 'acuracy'; did you mean 'accuracy'? (see timm-ortho study list)"),
     (["run", "mine.yaml"], "there is no file mine.yaml: a study of your own is a YAML file, and timm-ortho study list"),

@@ -141,7 +141,7 @@ class Design:
             requested: timm's options from the command line, which override the study's.
 
         Raises:
-            LabError: A requested option is unknown, or the study varies it.
+            LabError: A requested option is unknown, or the study varies it. No run belongs to the baseline.
         """
         recipe.resolve(requested)  # checks names and types, before options are merged
         self._refuse_varied(requested)
@@ -156,7 +156,7 @@ class Design:
                 left_out.append(f"{self.paper} has no {', '.join(f'{axis} {label}' for axis, label in cell.items())} "
                                 f"on {data}")
                 continue
-            connections = changes.get("connections", self.connections)
+            connections = dict.fromkeys(changes.get("connections", self.connections))
             if "connection" in changes:
                 connections = [changes["connection"]]
             try:
@@ -165,6 +165,11 @@ class Design:
                 left_out.append(str(error))
         self._check_arguments(
             requested, {stage.connection for variant in variants for stage in variant.stages})
+        settings = [{**variant.cell, "connection": variant.connection} for variant in variants]
+        if settings and not left_out and not any(self.baseline.items() <= setting.items() for setting in settings):
+            trained = ", ".join(dict.fromkeys(setting["connection"] for setting in settings))
+            raise LabError(f"study '{self.name}' trains no run of its baseline, {dict(self.baseline)}: set the key "
+                           f"baseline to runs of the study (connections: {trained})")
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
