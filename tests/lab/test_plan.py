@@ -217,6 +217,8 @@ def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
     first = folder()
     assert str(first).startswith("output/study/dynamics-digits-smoke-")
     assert folder(validation_batch_size=2, pin_mem=True) == first
+    mixed = written(tmp_path, grid={"depth": {2: {}, "all": {"lr": 0.1}}})
+    assert str(plan.plan(request(mixed)).folder).startswith("output/study/tiny-digits-smoke-")
     assert len({first, folder(epochs=3), folder(seed=1), folder(workers=2)}) == 4
     assert str(plan.plan(compared()).folder).startswith("output/compare/digits-vit_small-")
     assert plan.plan(compared()).folder != plan.plan(compared(lr=0.5)).folder

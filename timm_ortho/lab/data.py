@@ -171,6 +171,9 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
     check_shards(options)
+    for key in ("train_num_samples", "val_num_samples"):
+        if (count := getattr(options, key)) is not None and count < 1:
+            raise LabError(f"{key} must be at least 1, got {count}")
     val_split = find_splits(options, hold_out) if is_image_folder(options) else options.val_split
     train = _open(options, options.train_split, True)
     check_classes(options, options.train_split, train)

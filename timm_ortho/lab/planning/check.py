@@ -152,7 +152,7 @@ def _refused(subject: str) -> Iterator[None]:
         raise
     except KeyError as error:  # timm's tables of layers raise KeyError for an unknown name
         raise LabError(f"{subject}: unknown name {error}") from None
-    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
+    except (ValueError, TypeError, IndexError, RuntimeError, AssertionError, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None
 
 

@@ -112,7 +112,7 @@ def plan(request: Request) -> StudyPlan:
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
     variants, left_out = design.expand(requested)
-    variants = request.select(variants)
+    variants = request.select(variants, left_out)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
     first = variants[0]
