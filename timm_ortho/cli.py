@@ -147,7 +147,7 @@ def _add_study(commands: Any) -> None:
     plan = actions.add_parser(
         "plan", parents=planned, help="write the folders of a study's runs, and print the commands",
         description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
-    plan.set_defaults(act=lambda lab, parsed: lab.make_plan(_request(lab, parsed)) and 0)
+    plan.set_defaults(act=lambda lab, parsed: lab.make_plan(_request(lab, parsed), parsed.threads) and 0)
     run = actions.add_parser(
         "run", parents=planned, help="train the runs of a study, and report",
         description="Trains the runs of a study, compares runs with the same seed in pairs, and writes a report. "

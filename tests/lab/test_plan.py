@@ -271,6 +271,22 @@ def test_a_folder_may_grow(tmp_path):
     assert list(found.runs) == ["feature-seed0", "feature-seed5"]
 
 
+def test_the_description_of_a_folder_that_grows(tmp_path):
+    """It covers the points of all commands."""
+    def described(only, seeds, name=None, **options):
+        planned(request(name or path, tmp_path / (name or "out"), only=[("net", only)] if only else (), seeds=seeds,
+                        **options))
+        return read_study(tmp_path / (name or "out"))["study"]
+
+    path = written(tmp_path, paper="", grid={"net": {"small": {}, "base": {"model": "vit_base", "img_size": 24}}})
+    first = described("small", [0])
+    assert (first["model"], first["data"]["image_size"]) == ("vit_small", [16, 16])
+    both = described("base", [1])
+    assert (both["model"], both["seeds"], both["data"]["image_size"]) == ("2 architectures", [0, 1], None)
+    assert any("seeds 4 (3)" in line for line in described("", [0, 1, 2, 3], "layer_pattern")["changed"])
+    assert any("seeds 5 (3)" in line for line in described("", [4], "layer_pattern")["changed"])
+
+
 def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
     """Each connection gets the arguments that it accepts."""
     out, kwargs = tmp_path / "out", {"connection_prob": 0.5}
@@ -398,8 +414,9 @@ def test_an_empty_file_is_not_a_study(tmp_path):
 
 def test_printed_commands_are_quoted(tmp_path, capsys):
     output = tmp_path / "o ut"
-    assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output)]) == 0
-    assert f"python -m timm_ortho.lab.running.run '{output}/linear-seed0'" in capsys.readouterr().out
+    assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output),
+                     "--threads", "3"]) == 0
+    assert f"python -m timm_ortho.lab.running.run '{output}/linear-seed0' --threads 3\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("base", "message"), [
