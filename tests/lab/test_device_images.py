@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, augmentation, commands, data, device_images
-from timm_ortho.lab.folder import Variant, read_yaml
+from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS
+from timm_ortho.run_folder import read_options
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
@@ -291,7 +292,7 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     sentence = "The decoded images are stored on the device, where whole batches are augmented."
     assert sentence in printed.err.splitlines()[1]
     assert sentence in (tmp_path / "out" / "report.md").read_text()
-    args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
+    args = read_options(tmp_path / "out" / "linear-seed0")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert result_of(tmp_path / "out" / "linear-seed0")["images_per_second"] > 0
     with pytest.raises(LabError, match=r"has other settings \(crop_padding was 2 and is now 3"):

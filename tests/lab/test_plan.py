@@ -10,11 +10,12 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import Stage, Variant, read_study, read_yaml
+from timm_ortho.lab.folder import Stage, Variant, read_study
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
 from timm_ortho.lab.train_options import defaults
+from timm_ortho.run_folder import read_options
 
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 
@@ -33,7 +34,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     assert (options["lr"], options["seed"], options["num_classes"], options["in_chans"]) == (1e-2, 7, 10, 1)
     assert options["model_kwargs"] == {
         "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "img_size": 16, "connection": "feature"}
-    assert options == read_yaml(tmp_path / "out" / "lr=0.01-feature-seed7" / "args.yaml")
+    assert options == read_options(tmp_path / "out" / "lr=0.01-feature-seed7")
 
 
 def test_equal_runs_are_shared(tmp_path):
@@ -225,7 +226,7 @@ def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
     out = tmp_path / "out"
     planned(compared(out))
     planned(compared(out, pin_mem=True))
-    assert read_yaml(out / "linear-seed0" / "args.yaml")["pin_mem"] is True
+    assert read_options(out / "linear-seed0")["pin_mem"] is True
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' on this machine: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))
 
@@ -238,7 +239,7 @@ def test_the_number_of_workers_is_a_setting(tmp_path):
         planned(compared(out, ["feature"], workers=2))  # the partner of the planned run
     with pytest.raises(LabError, match=wanted):
         planned(compared(out, ["linear"], workers=2))
-    assert read_yaml(folder / "args.yaml")["workers"] == Variant.read(folder).stages[0].options["workers"] == 0
+    assert read_options(folder)["workers"] == Variant.read(folder).stages[0].options["workers"] == 0
 
 
 def test_the_files_of_a_finished_run_are_kept(tmp_path):
@@ -249,7 +250,7 @@ def test_the_files_of_a_finished_run_are_kept(tmp_path):
     before = contents(finished)
     planned(compared(out, pin_mem=True))
     assert contents(finished) == before
-    assert read_yaml(out / "feature-seed0" / "args.yaml")["pin_mem"] is True
+    assert read_options(out / "feature-seed0")["pin_mem"] is True
 
 
 def test_the_device_is_not_a_setting():
@@ -342,10 +343,10 @@ def test_foreign_folders_are_refused(tmp_path):
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "study.yaml").write_text("a: [1")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, and plan the runs again"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, or choose another --output"):
         planned(compared(damaged))
     (damaged / "study.yaml").write_text("[1]\n")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(ValueError: it is \[1\]\): remove .*damaged, or choose another --output"):
         read_study(damaged)
 
 

@@ -123,7 +123,7 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
     (dict(val_num_samples=0), "val_num_samples must be at least 1, got 0"),
     (dict(seed=2**32), "a seed must be below 4294967296, got 4294967296"),
-    (dict(model="vit_tiny_patch16_224.augreg_in21k"), "names the weights 'augreg_in21k': use the model vit_tiny_patch1"),
+    (dict(model="vit_tiny_patch16_224.augreg_in21k"), "names the weights 'augreg_in21k': use the model vit_tiny"),
     (dict(opt_betas=0.9), "timm cannot build a run from these options: list index out of range"),
     (dict(epochs=0), r"epochs must be at least 1, got 0"),
     (dict(num_classes=1), r"num_classes is 1, but data set 'digits' has 10 classes"),

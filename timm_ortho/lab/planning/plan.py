@@ -170,8 +170,8 @@ def points_of(
 
 # ------------------------------------------------------------------------------------------ description
 def _description(
-        request: Request, requested: Mapping[str, Any], variants: Sequence[Variant], points: Sequence[Mapping[str, Any]],
-) -> dict:
+        request: Request, requested: Mapping[str, Any], variants: Sequence[Variant],
+        points: Sequence[Mapping[str, Any]]) -> dict:
     """Return the description of a study's points that its report shows. `variants` are those of all cells."""
     design, seeds = request.design, sorted({point["seed"] for point in points})
     planned = [(point["cell"], point["connection"]) for point in points]

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import file_name
+from ...run_folder import checked
 from .. import LabError, one_line, whole_file, write_json
-from ..folder import read_as
+from ..folder import ANY, RUN_KIND, STUDY_KIND, read_as
 from .layout import grouped
 
 STUDY = "study.json"
@@ -62,8 +63,9 @@ def folder_name(study: Mapping[str, Any]) -> str:
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     def values_of(text: str) -> tuple:
-        values = json.loads(text)
-        return dict(values["study"]), list(map(dict, values["runs"])), values["recorded"]
+        kind = {"study": STUDY_KIND, "runs": [{**RUN_KIND, **ANY}], "recorded": ANY}
+        values = checked(json.loads(text), kind, "it")
+        return values["study"], values["runs"], values["recorded"]
 
     study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     for table, key in TABLES.items():

@@ -63,7 +63,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--dataset", metavar="NAME", help="data set that may be downloaded or cached")
     parser.add_argument("--kd-model-name", metavar="NAME", help="teacher whose weights may be downloaded")
     for name in ("dataset-download", "pretrained", "log-wandb"):
-        parser.add_argument(f"--{name}", action="store_true", help="allow this option of the plan, which uses the network")
+        parser.add_argument(f"--{name}", action="store_true", help="allow this option, which uses a network")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
