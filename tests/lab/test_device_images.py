@@ -182,7 +182,7 @@ def test_the_augmentation_does_not_wait_for_its_device(device, changes):
     """Tensors on the device `meta` have no values, so reading one raises an error."""
     options = Namespace(**{**vars(training(**EVERYTHING).options), **changes})
     images = torch.zeros(16, 3, 8, 8, dtype=torch.uint8, device=device)
-    normalise, mixing = device_images._Normalise([0.5], [0.5], images.device), dict(mixup_alpha=0.4, cutmix_alpha=1.0)
+    normalise, mixing = (lambda x: x.sub_(0.5).div_(0.5)), dict(mixup_alpha=0.4, cutmix_alpha=1.0)
     augment = augmentation.Augment(options, (16, 16), normalise, dict(mixing, num_classes=10))
     labels = torch.zeros(16, dtype=torch.long, device=device)
     augment(images, labels)  # makes the tables of RandAugment

@@ -50,7 +50,7 @@ def test_a_run_outside_of_the_study_is_refused(tmp_path, place, capsys):
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
     for command in ("report", "status"):
         assert cli.main(["study", command, str(tmp_path)]) == 2
-        assert f"study.yaml has a run outside its folder, '{place}': correct the key 'places'" in capsys.readouterr().err
+        assert f"study.yaml has a run outside its folder, '{place}': correct the key 'places" in capsys.readouterr().err
 
 
 def test_a_stage_outside_of_the_run_is_refused(tmp_path):
@@ -211,7 +211,8 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    ("{", "JSONDecodeError: Expecting property name"), ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "Error: "),
+    ("{", "JSONDecodeError: Expecting property name"),
+    ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "Error: "),
     ('{"study": {}, "runs": [], "recorded": {}}', "it.study has an unknown key, or lacks one: 'name'"),
     ("[" * 200_000, "RecursionError")])
 def test_results_that_are_damaged_or_foreign(tmp_path, capsys, content, reason):

@@ -404,40 +404,33 @@ def _decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
 
-    Images get timm's transform for evaluation to `size`. If it is the size of the first training image, but not of all,
-    they get the input size of the model.
+    Images get timm's transform for evaluation to `size`, which is the input size of the model or, for training images,
+    that of the first one. If not all images have this size, they get the input size of the model.
     """
-    key = split, tuple(size), str(device)
-    if key not in source.decoded:
-        try:
-            source.decoded[key] = _decode(
-                options, source, data_config, device, split, size, split == "train" and key[1] == source.first_size)
-        except _OtherSizeError:
-            model_size = data_config["input_size"][1:]
-            source.decoded[key] = _decode(options, source, data_config, device, split, model_size, False)
-    return source.decoded[key]
-
-
-def _decode(
-        options: Namespace, source: Source, data_config: dict, device: torch.device, split: str, size: Sequence[int],
-        one_size: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key, model_size = (split, tuple(size), str(device)), tuple(data_config["input_size"][1:])
+    if key in source.decoded:
+        return source.decoded[key]
     dataset = getattr(source, split)
     loader = create_loader(
         dataset, (source.in_chans, *size), batch_size=256, is_training=False, use_prefetcher=True,
         interpolation=data_config["interpolation"], crop_pct=1.0 if split == "train" else data_config["crop_pct"],
         num_workers=options.workers, device=device, persistent_workers=False).loader
-    if one_size:
+    if key[1] != model_size:
         dataset.transform = _OneSize(source.first_size, dataset.transform)
     images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
     labels = torch.empty(len(dataset), dtype=torch.long, device=device)
     own = DataStream(device)  # a loader draws a seed, which must not change the order of the first epoch in a process
     own.reseed(0)
     first = 0
-    for batch, targets in own.iterate(loader):
-        images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
-        first += len(batch)
-    return images, labels
+    try:
+        for batch, targets in own.iterate(loader):
+            images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
+            first += len(batch)
+        source.decoded[key] = images, labels
+    except _OtherSizeError:
+        del images, labels  # frees their memory
+        source.decoded[key] = _decoded(options, source, data_config, device, split, model_size)
+    return source.decoded[key]
 
 
 def mixes(options: Namespace) -> bool:
@@ -479,10 +472,9 @@ class DataStream:
 
     def reseed(self, seed: int) -> None:
         """Seed the random numbers of the data. The states of the global generators stay the same."""
-        before = _get_state(self.device)
-        random_seed(seed)
         self.state = _get_state(self.device)
-        _set_state(before, self.device)
+        with self.active():
+            random_seed(seed)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader. Each batch is fetched with the random numbers of the data."""

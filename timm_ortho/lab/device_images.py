@@ -131,7 +131,13 @@ def loaders(
     `Mixup`, or is None.
     """
     size = data_config["input_size"][1:]
-    normalise = _Normalise(data_config["mean"], data_config["std"], device)
+    mean, std = (torch.tensor([255 * value for value in data_config[key]], device=device).view(1, -1, 1, 1)
+                 for key in ("mean", "std"))
+
+    def normalise(images: torch.Tensor) -> torch.Tensor:
+        """Normalise images with values from 0 to 255, in the operations of timm's loader."""
+        return images.sub_(mean).div_(std)
+
     validation = DeviceLoader(
         partial(decoded, "validation", size), source.validation, options.validation_batch_size or options.batch_size,
         lambda images, labels, _: (normalise(images.float()), labels), training=False)
@@ -139,14 +145,3 @@ def loaders(
         partial(decoded, "train", stored_size(source.first_size, size)), source.train, options.batch_size,
         Augment(options, size, normalise, mixing), training=True)
     return train, validation
-
-
-class _Normalise:
-    """Normalise images with values from 0 to 255, in the operations of timm's loader."""
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self.mean, self.std = (
-            torch.tensor([255 * value for value in values], device=device).view(1, -1, 1, 1) for values in (mean, std))
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return images.sub_(self.mean).div_(self.std)

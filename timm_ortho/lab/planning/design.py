@@ -141,7 +141,7 @@ class Design:
             requested: timm's options from the command line, which override the study's.
 
         Raises:
-            LabError: A requested option is unknown, or the study varies it. No run belongs to the baseline.
+            LabError: A requested option is unknown, or the study varies it. Or no run belongs to the baseline.
         """
         recipe.resolve(requested)  # checks names and types, before options are merged
         self._refuse_varied(requested)
@@ -166,10 +166,11 @@ class Design:
         self._check_arguments(
             requested, {stage.connection for variant in variants for stage in variant.stages})
         settings = [{**variant.cell, "connection": variant.connection} for variant in variants]
-        if settings and not left_out and not any(self.baseline.items() <= setting.items() for setting in settings):
-            trained = ", ".join(dict.fromkeys(setting["connection"] for setting in settings))
+        trained = dict.fromkeys(variant.connection for variant in variants)
+        found = any(self.baseline.items() <= setting.items() for setting in settings)
+        if len(trained) > 1 and not left_out and not found:
             raise LabError(f"study '{self.name}' trains no run of its baseline, {dict(self.baseline)}: set the key "
-                           f"baseline to runs of the study (connections: {trained})")
+                           f"baseline to runs of the study (connections: {', '.join(trained)})")
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
