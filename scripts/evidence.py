@@ -21,12 +21,14 @@ import hashlib
 import io
 import math
 import sys
+from difflib import unified_diff
 from functools import cache
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
+from scipy import stats
 
 from scripts.pages.marked import replaced, span, table
 from timm_ortho._text import svg_text
@@ -39,8 +41,8 @@ from timm_ortho.lab.reporting.statistics import (
     Difference,
     detected,
     holm,
+    of_test,
     paired_difference,
-    student_interval,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,11 +255,8 @@ def measured(contrast: Contrast) -> Difference:
 
 def welch(one: Sequence[float], other: Sequence[float], level: float) -> Difference:
     """Return the difference of two means with Welch's interval: the groups may differ in variance."""
-    a, b = (variance(values) / len(values) for values in (one, other))
-    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
-    scale = max(map(abs, (*one, *other)))
-    return student_interval(fmean(one) - fmean(other), math.sqrt(a + b), freedom, min(len(one), len(other)), scale,
-                            level)
+    test = stats.ttest_ind(one, other, equal_var=False)
+    return of_test(test, fmean(one) - fmean(other), min(len(one), len(other)), level)
 
 
 def stopped(one: Hypothesis) -> Difference:
@@ -420,22 +419,10 @@ def curves() -> str:
     return svg_text(lines_chart(panels, ""), "curves")
 
 
-def values_of(path: Path, text: str) -> dict[tuple[str, str], str]:
-    """Return the values of a file by row and column. The rows of a page are its lines."""
-    if path.suffix == ".csv":
-        return {(row["id"], column): value for row in csv.DictReader(io.StringIO(text))
-                for column, value in row.items()}
-    if path.suffix == ".md":
-        return {(line, "line"): line for line in text.splitlines()}
-    return {(line[66:], "sha256"): line[:64] for line in text.splitlines()}
-
-
 def differing(path: Path, text: str) -> list[str]:
-    """Return the rows and columns in which a file differs from its text."""
-    before = values_of(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
-    after = values_of(path, text)
-    return [f"row {row!r}, column {column!r}: {before.get((row, column))!r}, recomputed {after.get((row, column))!r}"
-            for row, column in {**before, **after} if before.get((row, column)) != after.get((row, column))]
+    """Return the differing lines of a file (`-`) and of its text (`+`), below their numbers."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [*unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm="")][2:]
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:

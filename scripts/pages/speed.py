@@ -82,8 +82,8 @@ def opening(rows: Sequence[BenchRow]) -> str:
         if small:
             appendix, linear = (times([float(row[column]) for row in small])
                                 for column in ("appendix_ratio_p50", "ratio_p50"))
-            lines.append(f"* ViT of width 64, training and inference: {linear} plain addition, {appendix} the code of the "
-                         "paper's Appendix F")
+            lines.append(f"* ViT of width 64, training and inference: {linear} plain addition, {appendix} the code of "
+                         "the paper's Appendix F")
         if lines:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
             lines[:0] = [f"Time of a training step on a {kind} ({', '.join(names)}), relative to the same model with "

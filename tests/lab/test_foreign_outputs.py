@@ -50,7 +50,7 @@ def test_a_run_outside_of_the_study_is_refused(tmp_path, place, capsys):
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
     for command in ("report", "status"):
         assert cli.main(["study", command, str(tmp_path)]) == 2
-        assert f"study.yaml has a run outside its folder, '{place}': correct the key 'places" in capsys.readouterr().err
+        assert f"has a run outside its folder, '{place}': correct the key 'places'" in capsys.readouterr().err
 
 
 def test_a_stage_outside_of_the_run_is_refused(tmp_path):

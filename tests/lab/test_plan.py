@@ -380,11 +380,6 @@ def test_a_study_extends_another(tmp_path):
     assert design.load(str(own), "smoke").axes == {"layers": ["none", "all"]}
 
 
-def test_the_keys_of_a_file_are_the_attributes_of_a_design():
-    assert design._KEYS.keys() == design.Design.__dataclass_fields__.keys() - {
-        "name", "scale", "source"}
-
-
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["compare", "accuracy"])
 def test_a_users_study_may_have_a_name_of_this_package(tmp_path, name):

@@ -30,6 +30,13 @@ def test_paper_numbers_of_each_table():
     assert stated["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
 
 
+def test_the_paper_has_no_numbers_for_an_added_axis(tmp_path):
+    study = study_of("accuracy", axes={"model": ["vit_s"], "lr": [0.1]})
+    study["report"] = {**study["report"], "rows": ["model", "lr", "connection"]}
+    write(study, [run_of("linear", 0, {"model": "vit_s", "lr": 0.1})], [], tmp_path)
+    assert lines_of(tmp_path)["ViT-S", "0.1", "Linear", "digits, top-1 %"]["mean"] == "90.00 (1 of 3 seeds)"
+
+
 def test_learning_rates_are_sorted_and_compared_at_equal_rates(tmp_path):
     runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
     next(run for run in runs if run["cell"] == {"lr": 1e-3} and run["connection"] == "feature")["top1"] += 0.3
@@ -76,11 +83,13 @@ def test_values_outside_their_column_are_named(tmp_path):
     runs = [run_of("feature", seed, cell, top1=90.0 + seed) for cell in cells for seed in range(2)]
     axes = {"prob": [0.0, 1.0], "where": ["all", "mlp"], "skip": ["identity"]}
     study = study_of("mine", axes=axes, seeds=[0, 1], baseline={"prob": 0.0})
-    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP"}}}
+    measures = {"measures": ["top1"], "titles": {"prob": "π"}, "labels": {"where": {"mlp": "MLP", "all": "–"}},
+                "protocol": "Not {mean}, but on {images} images."}
     write({**study, "report": measures}, runs, [], tmp_path)
     markdown = texts(tmp_path)[1]
-    assert "differences to π = 0 with the same seed" in markdown
-    assert "The rows are: π = 1, where = all, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
+    assert "differences to π = 0 with the same seed. Not {mean}, but on test images." in markdown
+    assert "The rows are: π = 1, where = –, Identity, Orthogonal-F; π = 1, MLP, Identity, Orthogonal-F." in markdown
+    assert {row[0] for row in tables_of(tmp_path)[1][1:3]} == {"π = 0, where = –, skip = Identity, Orthogonal-F"}
     write({**study, "report": {**measures, "rows": ["where", "skip"], "columns": ["prob"]}}, runs, [], tmp_path)
     assert ("MLP", "Identity", "π = 1") in lines_of(tmp_path)
     assert tables_of(tmp_path)[0][0][:4] == ["where", "skip", "π", "mean"]
@@ -107,13 +116,23 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"measures": []}, "report: rows and measures need at least one entry each"),
     ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; did you mean 'training'"),
     ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; did you mean 'transitions'"),
-    ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; known are connection"),
+    ({"order": "connection"}, "report: order needs an axis whose values are numbers, not 'connection'"),
     ({"plots": [{"training": {"name": "norms"}}]}, "report: plot 'training' accepts no option 'name'; known are by"),
     ({"plots": ["points"]}, "report: plot 'points' needs the option 'x'"),
     ({"plots": [{"curves": {"column": "top1"}}]}, "report: plot 'curves': column accepts no entry 'top1'"),
     ({"plots": [{"points": {"x": "depth", "measures": ["top2"]}}]},
      "report: plot 'points': measures accepts no entry 'top2'"),
-    (["rows"], r"report must be a mapping, not \['rows'\]"),
+    (["rows"], r"report is \['rows'\], but must be a mapping"),
+    ({"rows": "depth"}, "report: rows is 'depth', but must be a list"),
+    ({"measures": "loss"}, "report: measures is 'loss', but must be a list"),
+    ({"titles": ["depth"]}, r"report: titles is \['depth'\], but must be a mapping"),
+    ({"titles": {"depth": 2}}, "report: titles: 'depth' is 2, but must be text"),
+    ({"labels": {"depth": {2: 2}}}, "report: labels: 'depth': '2' is 2, but must be text"),
+    ({"columns": [["depth"]]}, r"report: columns: an entry is \['depth'\], but must be text"),
+    ({"plots": [2]}, "report: plots: an entry is 2, but must be text or a mapping"),
+    ({"plots": [{"training": {"by": 2}}]}, "plot 'training': by is 2, but must be text or a list"),
+    ({"plots": [{"training": {"lines": "depth"}}]}, "plot 'training': lines is 'depth', but must be a list"),
+    ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "pearson needs an axis whose values are numbers"),
 ])
 def test_bad_layouts(given, message):
     with pytest.raises(LabError, match=message):

@@ -48,7 +48,7 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 * A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
@@ -56,18 +56,13 @@ from ..._text import did_you_mean
 from ...connections import CONNECTIONS, create_connection
 from ...convert import accepts, variant_arguments
 from ...run_folder import SWITCHED
-from .. import LabError, check_names
+from .. import LabError, check_names, check_type
 from ..folder import Stage, Variant
 from ..paper import architecture, experiments, numbers, section, skip_recipe
 from ..train_options import known_options
 from . import recipe
 from .study_file import SCALES, merged, read
 
-_TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
-_KEYS = {
-    **dict.fromkeys(("options", "grid", "baseline", "report"), dict), "representation": bool,
-    **dict.fromkeys(("connections", "paper_data"), list), **dict.fromkeys(("seeds", "record", "hold_out"), int),
-    **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch paper_data".split())
 
@@ -214,6 +209,10 @@ class Design:
 
 
 # ------------------------------------------------------------------------------------------ reading a file
+_KEYS = {key.name: key.type for key in fields(Design) if key.name not in ("name", "scale", "source")}
+_KEYS["grid"] = Mapping[Any, Any]  # a file may list the values of an axis
+
+
 def load(name: str, scale: str) -> Design:
     """Read a study at one scale.
 
@@ -305,7 +304,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
             if key == axis:
                 owner, noun = f"axis '{axis}' is a list, so its name must be an option: a study", "option"
             check_names([key], [*_CELL, *known_options()], owner, noun)
-    _check_types(changes, {"connections": list, "paper_data": list, "connection": str, "model": str, "recipe": str})
+    _check_types(changes, {**_KEYS, "connection": str})
     return changes
 
 
@@ -329,12 +328,11 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
     check_names(values, known, owner)
 
 
-def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
+def _check_types(values: Mapping[str, Any], types: Mapping[str, Any] = _KEYS) -> None:
     """Raise a LabError if a value has a wrong type. None is allowed, because null resets an inherited key."""
-    for key, kind in kinds.items():
-        value, least = values.get(key), int(key != "hold_out")
-        if value is not None and (type(value) is not kind or (kind is int and value < least)):
-            raise LabError(f"{key} is {value!r}, but must be {_TYPES[kind].format(least)}")
+    for key in values.keys() & types.keys():
+        if values[key] is not None:
+            check_type(values[key], types[key], key, int(key != "hold_out"))
 
 
 # ------------------------------------------------------------------------------------------------ variants

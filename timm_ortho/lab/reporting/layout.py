@@ -23,7 +23,7 @@ belongs to one measure.
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from ..._text import finite
 from .. import paper, value_text
@@ -111,7 +111,7 @@ class Layout:
     paper: Sequence[str] = ()
     order: str = ""
     protocol: str = "The values are from the last epoch."
-    plots: Sequence[Any] = ("training", "stream")
+    plots: Sequence[Union[str, Mapping[str, Optional[Mapping[str, Any]]]]] = ("training", "stream")
     tables: Sequence[str] = ()
 
     @property
@@ -149,7 +149,7 @@ class Layout:
         """Yield name and options of each plot."""
         for entry in self.plots:
             for name, options in entry.items() if isinstance(entry, Mapping) else [(entry, {})]:
-                yield name, options or {}
+                yield name, {key: value for key, value in (options or {}).items() if value is not None}
 
     def key(self, dimension: str, run: Run) -> str:
         """Return a run's value of a dimension, named as in `paper.json`. `label` turns this value into text."""
@@ -176,7 +176,7 @@ class Layout:
     def named(self, dimension: str, key: str, text: str = "") -> str:
         """Return the label of a key, or `text`. A bare value of an axis is preceded by the axis, as in `prob = 0`."""
         label = self.label(dimension, key)
-        bare = dimension in self.study["axes"] and label == key
+        bare = dimension in self.study["axes"] and label in (key, "–")
         return f"{self.titles.get(dimension, dimension)} = {text or label}" if bare else text or label
 
     def name(self, dimensions: Iterable[str]) -> Callable[[Run], str]:
@@ -184,8 +184,9 @@ class Layout:
         return lambda run: ", ".join(self.named(dimension, self.key(dimension, run)) for dimension in dimensions)
 
     def run_name(self, run: Run) -> str:
-        """Return the name of a run without its seed."""
-        return self.name([*run["cell"], "connection"])(run)
+        """Return the name of a run without its seed: each axis with its value, and the connection."""
+        cell = [f"{self.titles.get(axis, axis)} = {self.label(axis, self.key(axis, run))}" for axis in run["cell"]]
+        return ", ".join([*cell, self.label("connection", run["connection"])])
 
     def position(self, keys: Mapping[str, str]) -> Position:
         """Return the position of these keys in the table."""
@@ -194,8 +195,10 @@ class Layout:
 
     @cached_property
     def stated(self) -> dict[Position, list[float]]:
-        """The paper's numbers by position, in the paper's order."""
+        """The paper's numbers by position, in the paper's order. The paper has none for other axes."""
         stated: dict[Position, list[float]] = {}
+        if not {*self.rows, *self.columns} <= {"measure", *self.paper}:
+            return stated
         for keys, numbers in self.leaves():
             by_measure = [(keys["measure"], numbers)] if "measure" in keys else [
                 (name, numbers[2 * index:2 * index + 2]) for index, name in enumerate(self.measures)]

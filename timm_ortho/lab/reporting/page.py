@@ -27,7 +27,6 @@ class Table(NamedTuple):
 
 class Heading(NamedTuple):
     text: str
-    level: int = 2
 
 
 class Text(NamedTuple):

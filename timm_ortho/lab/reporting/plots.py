@@ -136,16 +136,15 @@ def _finished(figure: Figure) -> Figure:
 
 
 # --------------------------------------------------------------------------------------------- line charts
-def lines_chart(panels: Sequence[Panel], below: str, *, columns: int = 2, shared: bool = False) -> Figure:
-    """Draw line charts in a grid of panels.
+def lines_chart(panels: Sequence[Panel], below: str, *, shared: bool = False) -> Figure:
+    """Draw line charts in one or two columns of panels.
 
     Args:
         panels: The panels, row by row.
         below: Title of the x axes of panels without one.
-        columns: Maximal number of columns.
         shared: Give all panels the same range of y.
     """
-    columns = min(columns, len(panels))
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(max(5.5, 3.5 * columns), 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
@@ -393,14 +392,12 @@ def _sites(runs: Sequence[Run]) -> dict[str, list[tuple[int, str]]]:
 
 def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
     """Return the name of the last site of the last block."""
-    last = max((row["layer"] for row in rows), default=None)
-    names = [row["name"] for row in rows if row["layer"] == last]
-    return names[-1] if names else None
+    return max(reversed(rows), key=lambda row: row["layer"])["name"] if rows else None
 
 
-def _last_branch(scene: Scene, *, by: By = (), lines: Names = None, caption: str = "") -> Pictures:
+def _last_branch(scene: Scene, *, by: By = (), caption: str = "") -> Pictures:
     """Draw the squared norms of the last branch's output by training step."""
-    name = scene.named(lines, by)
+    name = scene.named(None, by)
     for part, runs in scene.parts(by, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
         panels = [_panel(_titled(part, TRACES[measure]), runs, name, _trace(site, measure), log=True)

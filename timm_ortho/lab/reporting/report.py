@@ -38,7 +38,7 @@ rendering in `page`. A study's `layout` lists its tables and plots. The title an
 """
 import csv
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from inspect import signature
 from itertools import starmap
@@ -46,11 +46,12 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import finite
-from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
+from .. import LabError, check_names, check_type, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
 from .page import Block, Code, Heading, Items, Link, Picture, Table, Text
 from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
+from .statistics import detected
 from .transition import transition_points
 
 _STEPS = 100  # maximum number of recorded steps in results.json and plots; the folders of the runs have all steps
@@ -137,29 +138,37 @@ class Part:
 def layout_of(study: Mapping[str, Any]) -> Layout:
     """Return the checked layout of a study's report. By default, the report has a row for each cell and connection."""
     dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
-    keys = study.get("report") or {}
-    if not isinstance(keys, Mapping):
-        raise LabError(f"report must be a mapping, not {keys!r}")
-    check_names(keys, set(Layout.__dataclass_fields__) - {"study"}, "report")
+    numeric = [axis for axis, values in study["axes"].items()
+               if all(isinstance(value, (int, float)) for value in values)]
+    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "order", "x", "by", "lines"), dimensions),
+             "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
+
+    def check_values(values: Mapping[str, Any], types: Mapping[str, Any], owner: str) -> None:
+        for key, value in values.items():
+            check_type(value, types[key], f"{owner}{key}")
+            if key in known and value != "":
+                check_names([value] if isinstance(value, str) else value, known[key], f"{owner}{key}", "entry")
+
+    given, types = study.get("report") or {}, {key.name: key.type for key in fields(Layout) if key.name != "study"}
+    check_type(given, Mapping[str, Any], "report")
+    check_names(given, types, "report")
+    keys = {key: value for key, value in given.items() if value is not None}
+    check_values(keys, types, "report: ")
     layout = Layout(study, **{"rows": [*study["axes"], "connection"], **keys})
-    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "x", "by", "lines"), dimensions),
-             "order": layout.rows, "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
-
-    def check_values(values: Mapping[str, Any], owner: str) -> None:
-        for key in known.keys() & values.keys():
-            names = [values[key]] if isinstance(values[key], str) else values[key]
-            check_names(filter(None, names), known[key], f"{owner}{key}", "entry")
-
-    check_values(vars(layout), "report: ")
     if not layout.rows or not layout.measures:
         raise LabError("report: rows and measures need at least one entry each")
+    if layout.order and layout.order not in numeric:
+        raise LabError(f"report: order needs an axis whose values are numbers, not '{layout.order}'")
     for name, options in layout.plot_options():
         check_names([name], DRAWINGS, "report: plots", "entry")
-        accepted, owner = [*signature(DRAWINGS[name]).parameters][1:], f"report: plot '{name}'"
-        check_names(options, accepted, owner, "option")
-        check_values(options, f"{owner}: ")
-        if "x" in accepted and "x" not in options:
+        _, *accepted = signature(DRAWINGS[name]).parameters.values()
+        types, owner = {option.name: option.annotation for option in accepted}, f"report: plot '{name}'"
+        check_names(options, types, owner, "option")
+        check_values(options, types, f"{owner}: ")
+        if "x" in types and not options.get("x"):
             raise LabError(f"{owner} needs the option 'x', the dimension of the x axis")
+        if options.get("pearson") and options["x"] not in numeric:
+            raise LabError(f"{owner}: pearson needs an axis whose values are numbers, not '{options['x']}'")
     layout = replace(layout, measures=list(filter(layout.varies, layout.measures)) or layout.measures)
     unnamed = len(layout.measures) > 1 and "measure" not in (*layout.rows, *layout.columns)
     return replace(layout, columns=[*layout.columns, "measure"]) if unnamed else layout
@@ -224,7 +233,7 @@ def _results(part: Part) -> Iterator[Block]:
         "with the same seed.",
         "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
         if any(run.get("ema") for run in part.runs) else "",
-        layout.protocol.format(images=layout.images), f"{protocol}." if protocol else "",
+        layout.protocol.replace("{images}", layout.images), f"{protocol}." if protocol else "",
         f"Source: {section['source']}." if "source" in section else ""])))
     yield from forest(part.entries)
     for table, note in (tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables):
@@ -287,11 +296,11 @@ def _limit(part: Part) -> float:
 
 def _verdict(compared: Sequence[tables.Entry]) -> Iterator[str]:
     tested = [entry for entry in compared if entry.holm is not None]
-    detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.difference.p)
+    found = sorted((entry for entry in tested if detected(entry.holm)), key=lambda entry: entry.difference.p)
     count = _count(compared, "difference")
-    if detected:
-        named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
-        yield f"{len(detected)} of {count} detected: {'among them ' * (len(detected) > _NAMED)}{named}."
+    if found:
+        named = "; ".join(f"{entry.label} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
+        yield f"{len(found)} of {count} detected: {'among them ' * (len(found) > _NAMED)}{named}."
     elif tested:
         yield f"None of {count} was detected." if len(compared) > 1 else "The difference was not detected."
     if tested:

@@ -4,13 +4,11 @@ The docstrings of the estimators give the formulas. The distributions are from S
 """
 import math
 from dataclasses import dataclass
-from statistics import fmean, stdev
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05  # a difference is detected if its p, in reports Holm's adjusted p, is at most this level
 ROUNDING = 1e-6  # relative tolerance, above the float32 rounding error of an accuracy
 
 
@@ -58,37 +56,22 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
     The interval is mean(d) ± t(q, n - 1) e with e = s(d) / sqrt(n) and q = (1 + level) / 2. Here t(q, n - 1) is the
     quantile q of Student's distribution with n - 1 degrees of freedom. For T with this distribution,
     p = P(|T| > |mean(d)| / e) (Student, "The probable error of a mean", Biometrika 6, 1908). Accuracies are counts of
-    images, so the differences of a few pairs can all be equal by chance. Their variance is then unknown, and there is
-    neither an interval nor p.
+    images, so the differences of a few pairs can all be equal by chance, up to `ROUNDING`. Their variance is then
+    unknown, and there is neither an interval nor p.
 
     >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
     '+2.00 [-0.48, +4.48]'
     """
-    differences = [value - base for value, base in zip(values, baseline, strict=True)]
-    count, mean = len(differences), fmean(differences)
-    if count < 2:
-        return Difference(mean, None, count)
-    scale = max(map(abs, (*values, *baseline)))
-    return student_interval(mean, stdev(differences) / math.sqrt(count), count - 1, count, scale, level)
-
-
-def student_interval(
-        mean: float, error: float, freedom: float, pairs: int, scale: float, level: float = 0.95) -> Difference:
-    """Return the interval mean ± t((1 + level) / 2, freedom) error, and p = P(|T| > |mean| / error).
-
-    Args:
-        mean: The estimate.
-        error: Its standard error. An error of at most `ROUNDING` times `scale` counts as zero, and then there is no
-            interval.
-        freedom: Degrees of freedom of the error.
-        pairs: Number of compared pairs of runs.
-        scale: The largest magnitude among the values that the estimate was computed from.
-        level: Confidence of the two-sided interval.
-    """
-    if error <= ROUNDING * scale:
+    differences = np.subtract(values, baseline)
+    mean, pairs = float(differences.mean()), len(differences)
+    if pairs < 2 or stats.sem(differences) <= ROUNDING * np.abs([values, baseline]).max():
         return Difference(mean, None, pairs)
-    p = float(2 * stats.t.sf(abs(mean) / error, freedom))
-    return Difference(mean, float(stats.t.ppf((1 + level) / 2, freedom)) * error, pairs, p)
+    return of_test(stats.ttest_1samp(differences, 0.0), mean, pairs, level)
+
+
+def of_test(test: Any, mean: float, pairs: int, level: float = 0.95) -> Difference:
+    """Return the difference, its interval and p of one of SciPy's t tests."""
+    return Difference(mean, float(test.confidence_interval(level).high) - mean, pairs, float(test.pvalue))
 
 
 def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
@@ -110,26 +93,9 @@ def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
 
 
 def detected(p: Optional[float]) -> bool:
-    """Return whether p is at most `LEVEL`. A difference without p is not detected.
+    """Return whether p, in reports Holm's adjusted p, is at most 0.05. A difference without p is not detected.
 
     >>> detected(0.05), detected(0.06), detected(None)
     (True, False, False)
     """
-    return p is not None and p <= LEVEL
-
-
-def reading(difference: Optional[Difference]) -> str:
-    """Return an interval in words: `higher`, `lower`, `not detected` if it contains zero, or why there is no interval.
-
-    The interval is not adjusted for the number of comparisons.
-
-    >>> reading(Difference(0.5, 0.2, 3)), reading(Difference(0.1, 0.2, 3))
-    ('higher', 'not detected')
-    """
-    if difference is None:
-        return "no pair of finite runs"
-    if difference.half_width is None:
-        return f"no interval: {difference.why_no_interval}"
-    if abs(difference.mean) <= difference.half_width:
-        return "not detected"
-    return "higher" if difference.mean > 0 else "lower"
+    return p is not None and p <= 0.05

@@ -11,7 +11,7 @@ from ..._text import finite
 from .. import value_text
 from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
-from .statistics import Difference, detected, holm, paired_difference, reading
+from .statistics import Difference, holm, paired_difference
 
 NONE = "–"
 Group = tuple[tuple[tuple[str, Any], ...], str]  # (axis, value) pairs of the grid's cell, and the connection
@@ -46,11 +46,6 @@ class Entry:
         return self.baseline not in (None, self.position)
 
     @property
-    def is_detected(self) -> bool:
-        """Whether the difference is significant at 5 % after adjustment for all comparisons."""
-        return detected(self.holm)
-
-    @property
     def label(self) -> str:
         """The names of row and column without that of the measure."""
         return ", ".join(name for name in self.names if name != self.title)
@@ -78,7 +73,7 @@ class Entry:
         if self.baseline == self.position:
             return "baseline"
         if self.difference is None:
-            return reading(None) if self.is_compared else NONE
+            return "no pair of finite runs" if self.is_compared else NONE
         pairs = self.difference.pairs
         if self.difference.half_width is None and pairs > 1:
             return str(self.difference)
@@ -181,8 +176,7 @@ def plain(entry: Entry) -> dict[str, Any]:
     difference = entry.difference and {
         **{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # -0.0 becomes 0.0
            for key, value in asdict(entry.difference).items()},
-        "p": _short(entry.difference.p), "p_holm": _short(entry.holm), "reading": reading(entry.difference),
-        "paper": entry.effects}
+        "p": _short(entry.difference.p), "p_holm": _short(entry.holm), "paper": entry.effects}
     return {
         "row": entry.position[0], "column": entry.position[1], "measure": entry.measure,
         "cell": {**dict(entry.group[0]), "connection": entry.group[1]}, "seeds": list(entry.values),
@@ -206,9 +200,8 @@ def results(entries: Sequence[Entry], layout: Layout) -> Table:
         "paper": lambda entry: _spread(entry.paper, entry.digits) if entry.paper else NONE,
         "the paper's difference": lambda entry: entry.effects_text()}
     shown = {title: text for title, text in optional.items() if any(text(entry) != NONE for entry in entries)}
-    order = layout.rows.index(layout.order) if layout.order else None
-    if order is not None:
-        entries = sorted(entries, key=lambda entry: float(entry.position[0][order].split(",")[0]))
+    if layout.order:
+        entries = sorted(entries, key=lambda entry: dict(entry.group[0])[layout.order])
     return Table([*layout.names, *named, here, "difference [95 % CI]", *shown],
                  [[*entry.position[0], *(", ".join(entry.position[1]) for _ in named), str(entry), entry.compared(),
                    *(text(entry) for text in shown.values())] for entry in entries],
