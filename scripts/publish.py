@@ -63,10 +63,12 @@ def results_of(folder: Path) -> str:
 
 
 def anonymous(text: str, folder: Path) -> str:
-    """Return a text without the paths of the output folder, of the Python environment and of the data."""
+    """Return a text without the path of the data, and with the last component of all other absolute paths."""
     text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
     text = re.sub(r"[/\w.-]*/timm_ortho/__main__\.py", "timm-ortho", text)
-    return re.sub(r"(--data-dir[\s=]+)('[^']*'|[^\s'\"]+)", r"\1DIR", text)
+    text = re.sub(r"(--data-dir[\s=]+)('[^']*'|[^\s'\"]+)", r"\1DIR", text)
+    text = re.sub(r"""(["'])/(?:[^"']*/)?([^"'/]+)/?(?=\1)""", r"\1\2", text)  # may contain spaces
+    return re.sub(r"""(?<=[\s=,\[])/(?:[^\s"']*/)?([^\s"'/]+)""", r"\1", text)
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:

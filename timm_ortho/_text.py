@@ -60,8 +60,17 @@ def file_name(name: Any) -> str:
 def error_text(error: BaseException, named: bool = False) -> str:
     """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
 
-    If ``named`` is true, the name of the class precedes the text. The text of a KeyError is only a key.
+    If ``named`` is true, the name of the class precedes the text, except for a UserError, whose whole message is
+    returned, and for an OSError with the operating system's reason, which is returned alone. The text of a
+    KeyError is only a key.
+
+    >>> error_text(KeyError("epochs"), named=True)
+    "KeyError: 'epochs'"
     """
+    if named and isinstance(error, UserError):
+        return str(error)
+    if named and isinstance(error, OSError) and error.strerror:
+        return error.strerror
     name, text = type(error).__name__, " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:297]}..."
     return f"{name}: {text}" if text and (named or isinstance(error, KeyError)) else text or name

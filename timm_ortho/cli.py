@@ -88,7 +88,7 @@ def _shared(output: str) -> argparse.ArgumentParser:
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--device-images", action=argparse.BooleanOptionalAction,
         help="decode all images once, keep them on the device and augment whole batches there (default: yes on a GPU "
-             "if they need less than a quarter of its free memory)")
+             "if they need less than a quarter of its memory)")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py, except those that a study varies")
     _add_modules(parser)
@@ -152,7 +152,7 @@ def _add_study(commands: Any) -> None:
     plan = actions.add_parser(
         "plan", parents=planned, help="write the folders of a study's runs, and print the commands",
         description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
-    plan.set_defaults(act=lambda lab, parsed: lab.make_plan(_request(lab, parsed)) and 0)
+    plan.set_defaults(act=lambda lab, parsed: lab.make_plan(_request(lab, parsed), parsed.threads) and 0)
     run = actions.add_parser(
         "run", parents=planned, help="train the runs of a study, and report",
         description="Trains the runs of a study, compares runs with the same seed in pairs, and writes a report. "

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
@@ -65,14 +66,21 @@ class NoRunError(RunError):
 
 # --------------------------------------------------------------------------------------------- run.json
 def _command(value: Any) -> str:
-    if not shlex.split(value):
+    if not isinstance(value, str) or not shlex.split(value):
         raise ValueError("the command is empty")
     return value
 
 
+def plain(value: Any) -> Any:
+    """Return a text, a number, true, false or null. A list or a mapping raises a ValueError."""
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"{value!r:.60} is no single value")
+    return value
+
+
 # A kind is a type, a function that returns a checked value, the allowed values as a set, the kind of a list's items in
-# a list, or a mapping with the kinds of its values. The key ... of a mapping stands for all keys. A tuple of one kind
-# allows null, and allows that a key is missing.
+# a list, or a mapping with the kinds of its values. The key ... of a mapping stands for all other keys. A tuple of one
+# kind allows null, and allows that a key is missing.
 _SESSION = {
     **dict.fromkeys("timm-ortho timm torch commit host cpu gpu driver begin end job error".split(), (str,)),
     "command": (_command,), "pid": (int,)}
@@ -99,19 +107,20 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN, inf and 10**400
 
 
-def _checked(value: Any, kind: Any, name: str) -> Any:
+def checked(value: Any, kind: Any, name: str) -> Any:
     """Return a value of a JSON file if it is of a kind. Raise a ValueError with its name otherwise."""
     if isinstance(kind, tuple):
-        return None if value is None else _checked(value, kind[0], name)
+        return None if value is None else checked(value, kind[0], name)
     if isinstance(kind, list) and isinstance(value, list):
-        return [_checked(item, kind[0], name) for item in value]
+        return [checked(item, kind[0], name) for item in value]
     if isinstance(kind, dict) and isinstance(value, dict):
-        kinds = dict.fromkeys(value, kind[...]) if ... in kind else kind
+        kinds = dict.fromkeys(value, kind[...]) if ... in kind else {}
+        kinds.update({key: inner for key, inner in kind.items() if key is not ...})
         wrong = [key for key in value if key not in kinds]
         wrong += [key for key, inner in kinds.items() if key not in value and not isinstance(inner, tuple)]
         if wrong:
             raise ValueError(f"{name} has an unknown key, or lacks one: '{wrong[0]}'")
-        return {key: _checked(value[key], inner, f"{name}.{key}") for key, inner in kinds.items() if key in value}
+        return {key: checked(value[key], inner, f"{name}.{key}") for key, inner in kinds.items() if key in value}
     if isinstance(kind, set) and isinstance(value, str) and value in kind:
         return value
     if kind is float and _is_number(value):
@@ -120,8 +129,8 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         return value
     if kind in (str, bool) and type(value) is kind:
         return value
-    if kind is _command and isinstance(value, str):
-        return _command(value)
+    if isinstance(kind, FunctionType):
+        return kind(value)
     raise ValueError(f"{name} is {value!r:.60}")
 
 
@@ -169,7 +178,7 @@ def read_run(folder: Path) -> Optional[RunFile]:
     if not path.is_file():
         return None
     try:
-        values = _checked(json.loads(_text_of(path)), _KINDS, "it")
+        values = checked(json.loads(_text_of(path)), _KINDS, "it")
         if not values["plan"]["stages"]:
             raise ValueError("the plan has no stage")
         return RunFile(**values)

@@ -98,3 +98,8 @@ def test_overhead_is_the_throughput_that_is_lost(monkeypatch, fails, cells):
     line = costs.overhead("cpu").splitlines()[-1].split()
     assert line[:2] == ["vit_small(img_size=64)", "tokens"]
     assert line[2:] == cells
+
+
+def test_an_unknown_device_is_an_error_of_one_line(capsys):
+    assert cli.main(["cost", "overhead", "--device", "bogus"]) == 2
+    assert "--device bogus: " in capsys.readouterr().err

@@ -1,14 +1,11 @@
 """lab/augmentation.py: the augmentation of whole batches."""
-import random
-
 import pytest
 import torch
-from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import InterpolationMode, RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
 from timm_ortho.lab import augmentation
-from timm_ortho.lab.augmentation import BatchErasing, RandAugment
+from timm_ortho.lab.augmentation import RandAugment
 
 CPU = torch.device("cpu")
 
@@ -28,7 +25,7 @@ def test_boxes_are_those_of_torchvision():
     """Boxes fit into the image, and have the moments of RandomResizedCrop."""
     torch.manual_seed(0)
     scale, ratio = (0.1, 1.2), (0.5, 3.0)
-    boxes = torch.stack(augmentation._boxes([4000], 20, 30, scale, ratio, CPU)[:4], 1)
+    boxes = torch.stack(augmentation._boxes(4000, 20, 30, scale, ratio, CPU), 1)
     tops, lefts, heights, widths = boxes.unbind(1)
     assert torch.stack([tops, lefts, 20 - tops - heights, 30 - lefts - widths]).min() == 0
     image = torch.zeros(1, 20, 30)
@@ -38,8 +35,8 @@ def test_boxes_are_those_of_torchvision():
 
 
 def test_a_crop_that_never_fits_is_the_largest_in_the_centre():
-    boxes = augmentation._boxes([2], 10, 40, (1.0, 1.0), (0.5, 2.0), CPU)
-    assert [values.tolist() for values in boxes] == [[0.0] * 2, [10.0] * 2, [10.0] * 2, [20.0] * 2, [False] * 2]
+    boxes = augmentation._boxes(2, 10, 40, (1.0, 1.0), (0.5, 2.0), CPU)
+    assert [values.tolist() for values in boxes] == [[0.0] * 2, [10.0] * 2, [10.0] * 2, [20.0] * 2]
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -48,8 +45,7 @@ def test_resized_crop_is_torchvisions(monkeypatch, mode):
     torch.manual_seed(0)
     images = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
     box = (2, 3, 6, 5)
-    monkeypatch.setattr(
-        augmentation, "_boxes", lambda *_: [torch.full((2,), float(value)) for value in (*box, True)])
+    monkeypatch.setattr(augmentation, "_boxes", lambda *_: [torch.full((2,), float(value)) for value in box])
     mine = augmentation.resized_crop(images, (18, 15), (1, 1), (1, 1), mode)
     theirs = F.resized_crop(images.float(), *box, [18, 15], interpolation=InterpolationMode(mode), antialias=False)
     inner = (mine.float() - theirs.clamp(0, 255))[..., 6:-6, 6:-6].abs()
@@ -153,6 +149,13 @@ def test_operations_and_signs_are_equally_frequent():
     assert (counts - 200).abs().max() < 4 * 200**0.5
 
 
+def assert_same_distribution(here, there):
+    """Means agree within four standard errors, and standard deviations within a tenth."""
+    error = (here.var() / len(here) + there.var() / len(there)).sqrt()
+    assert (here.mean() - there.mean()).abs() <= 4 * error
+    torch.testing.assert_close(here.std(), there.std(), rtol=0.1, atol=0.01)
+
+
 def test_rand_augment_has_the_moments_of_torchvisions():
     torch.manual_seed(0)
     images = noise(1, width=12).repeat(1500, 1, 1, 1)
@@ -171,52 +174,3 @@ def test_rand_augment_depends_only_on_the_seed():
     assert torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
     assert torch.equal(RandAugment(0, 9)(images), images)
-
-
-# ---------------------------------------------------------------------------------------------------------- erasing
-def assert_same_distribution(here, there):
-    """Means agree within four standard errors, and standard deviations within a tenth."""
-    error = (here.var() / len(here) + there.var() / len(there)).sqrt()
-    assert (here.mean() - there.mean()).abs() <= 4 * error
-    torch.testing.assert_close(here.std(), there.std(), rtol=0.1, atol=0.01)
-
-
-@pytest.mark.parametrize("size", [(20, 30), (16, 16), (2, 60)], ids=["wide", "square", "seldom-fits"])
-@pytest.mark.parametrize(("probability", "recount"), [(0.25, 1), (1.0, 1), (0.7, 3)])
-def test_erased_boxes_are_timms(size, probability, recount):
-    torch.manual_seed(0)
-    random.seed(0)
-    images = torch.ones(4000, 1, *size)
-    here, there = (1 - kind(probability, max_count=recount, device="cpu")(images.clone())
-                   for kind in (BatchErasing, RandomErasing))
-    for measure in (lambda erased: erased.sum((1, 2, 3)), lambda erased: erased.amax((1, 2, 3)),  # area, frequency
-                    lambda erased: erased[:, 0, size[0] // 2, size[1] // 2], lambda erased: erased[:, 0, 0, 0],
-                    lambda erased: erased.amax((1, 2)).sum(1), lambda erased: erased.amax((1, 3)).sum(1)):
-        assert_same_distribution(measure(here), measure(there))
-    if recount == 1:
-        assert torch.equal(here.sum((1, 2, 3)), here.amax((1, 2)).sum(1) * here.amax((1, 3)).sum(1))  # a rectangle
-
-
-@pytest.mark.parametrize(("mode", "values"), [("const", 1), ("rand", 3), ("pixel", None)])
-def test_modes_of_erasing(mode, values):
-    torch.manual_seed(0)
-    images = torch.full((200, 3, 12, 12), 9.0)
-    erased = BatchErasing(1.0, mode=mode)(images)
-    assert (images == 9).all()
-    for image in erased:
-        inside = image[:, (image != 9).all(0)]
-        assert inside.numel() == (image != 9).sum() > 0
-        assert len(inside.unique()) == (values or inside.numel())
-    drawn = erased[erased != 9]
-    torch.testing.assert_close(drawn.mean(), torch.tensor(0.0), rtol=0, atol=0.2)
-    torch.testing.assert_close(drawn.std(), torch.tensor(0.0 if mode == "const" else 1.0), rtol=0, atol=0.2)
-    assert mode == "const" or not torch.equal(erased, BatchErasing(1.0, mode=mode)(images))
-
-
-def test_erasing_depends_only_on_the_seed():
-    batches = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        batches.append(BatchErasing(0.5, mode="pixel", max_count=2)(torch.ones(8, 3, 12, 12)))
-    assert torch.equal(batches[0], batches[1])
-    assert not torch.equal(batches[0], batches[2])

@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, augmentation, commands, data, device_images
-from timm_ortho.lab.folder import Variant, read_yaml
+from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS
+from timm_ortho.run_folder import read_options
 
 CPU = torch.device("cpu")
 EVERYTHING = dict(
@@ -181,7 +182,7 @@ def test_the_augmentation_does_not_wait_for_its_device(device, changes):
     """Tensors on the device `meta` have no values, so reading one raises an error."""
     options = Namespace(**{**vars(training(**EVERYTHING).options), **changes})
     images = torch.zeros(16, 3, 8, 8, dtype=torch.uint8, device=device)
-    normalise, mixing = device_images._Normalise([0.5], [0.5], images.device), dict(mixup_alpha=0.4, cutmix_alpha=1.0)
+    normalise, mixing = (lambda x: x.sub_(0.5).div_(0.5)), dict(mixup_alpha=0.4, cutmix_alpha=1.0)
     augment = augmentation.Augment(options, (16, 16), normalise, dict(mixing, num_classes=10))
     labels = torch.zeros(16, dtype=torch.long, device=device)
     augment(images, labels)  # makes the tables of RandAugment
@@ -256,24 +257,31 @@ def test_bad_options(changes, message):
 
 
 def test_images_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(device_images, "free_memory", lambda device: 20_000)
+    monkeypatch.setattr(device_images, "gpu_memory", lambda device: 20_000)
     with pytest.raises(LabError, match=r"the images cannot be stored on the device: 96 images need 0\.037 MB, but "
-                                       r"cpu has 0\.020 MB of free memory: use --no-device-images"):
+                                       r"cpu has 0\.020 MB of memory: use --no-device-images"):
         training(**EVERYTHING)
-    monkeypatch.setattr(device_images, "free_memory", lambda device: 50_000)
+    monkeypatch.setattr(device_images, "gpu_memory", lambda device: 50_000)
     training(**EVERYTHING)  # 64 x 8 x 8 x 3 + 32 x 16 x 16 x 3 = 36,864 bytes
 
 
-@pytest.mark.parametrize(("free", "requested", "device", "size", "on"), [
+@pytest.mark.parametrize(("there", "requested", "device", "size", "on"), [
     (40_000, None, "cuda", 8, True), (32_000, None, "cuda", 8, False), (None, None, "cpu", 8, False),
     (None, True, "cpu", 8, True), (8_200, True, "cuda", 8, True), (None, False, "cuda", 8, False),
     (None, None, "cuda", 4, False), (None, True, "cuda", 4, True)])
 def test_the_default_needs_a_gpu_with_four_times_the_memory_and_small_images(
-        monkeypatch, free, requested, device, size, on):
+        monkeypatch, there, requested, device, size, on):
     options = Namespace(**{**vars(training(device_images=True).options), "device": device, "device_images": requested})
     source = Namespace(first_size=(8, 8), in_chans=1, train=range(100), validation=range(28))  # 8,192 bytes
-    monkeypatch.setattr(device_images, "free_memory", lambda device: free)
+    monkeypatch.setattr(device_images, "gpu_memory", lambda device: there)
     assert device_images.decide(options, (size, size), source, {}) is on
+
+
+def test_the_default_does_not_depend_on_other_processes_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(total_memory=40_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 40_000))
+    assert device_images.gpu_memory(torch.device("cuda")) == 40_000
 
 
 # ------------------------------------------------------------------------------------------- the plan and the report
@@ -284,7 +292,7 @@ def test_plan_and_report_state_where_images_are(tmp_path, capsys):
     sentence = "The decoded images are stored on the device, where whole batches are augmented."
     assert sentence in printed.err.splitlines()[1]
     assert sentence in (tmp_path / "out" / "report.md").read_text()
-    args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
+    args = read_options(tmp_path / "out" / "linear-seed0")
     assert {key: args[key] for key in DEVICE_OPTIONS} == {key: EVERYTHING[key] for key in DEVICE_OPTIONS}
     assert result_of(tmp_path / "out" / "linear-seed0")["images_per_second"] > 0
     with pytest.raises(LabError, match=r"has other settings \(crop_padding was 2 and is now 3"):

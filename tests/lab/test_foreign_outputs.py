@@ -2,6 +2,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -169,6 +170,27 @@ def test_own_files_have_no_aliases(tmp_path):
         assert "&id" not in file.read_text()
 
 
+@pytest.mark.parametrize(("file", "changes", "reason"), [
+    ("study.yaml", {"places": [{}]}, "it.places has an unknown key, or lacks one: 'cell'"),
+    ("study.yaml", {"places": None}, "it.places is None"),
+    ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {}, "connection": "linear"}]}, "lacks one: 'seed'"),
+    ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": []}, "connection": "linear", "seed": 0}]},
+     r"\[\] is no single value"),
+    ("study.yaml", {"study": {}}, "it.study has an unknown key, or lacks one: 'name'"),
+    ("linear-seed0/args.yaml", {"model_kwargs": {}}, "it.model_kwargs has an unknown key, or lacks one: 'connection'"),
+    ("linear-seed0/args.yaml", {"epochs": "many"}, "it.epochs is 'many'"),
+    ("linear-seed0/probe.jsonl", "{}\n", "it has an unknown key, or lacks one: 'epochs_done'"),
+    ("linear-seed0/probe.jsonl", "[" * 200_000 + "\n", "RecursionError"),
+    ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'")])
+def test_files_of_other_forms_are_refused_in_one_line(theirs, capsys, file, changes, reason):
+    text = changes
+    if isinstance(changes, dict):
+        text = yaml.safe_dump({**yaml.safe_load((theirs / file).read_text()), **changes})
+    (theirs / file).write_text(text)
+    assert cli.main(["study", "report", str(theirs)]) == 2
+    assert re.fullmatch(f"timm-ortho: error: {theirs / file} cannot be read \\(.*{reason}.*\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(("content", "reason"), [
     (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n", mtime=0),
      "ValueError: it unpacks to more than 1,000 bytes"),
@@ -189,7 +211,10 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    ("{", "JSONDecodeError: Expecting property name"), ('{"a": 1}', "KeyError: 'study'"), ("[1]", "Error: ")])
+    ("{", "JSONDecodeError: Expecting property name"),
+    ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "Error: "),
+    ('{"study": {}, "runs": [], "recorded": {}}', "it.study has an unknown key, or lacks one: 'name'"),
+    ("[" * 200_000, "RecursionError")])
 def test_results_that_are_damaged_or_foreign(tmp_path, capsys, content, reason):
     (tmp_path / "study.json").write_text(content)
     assert cli.main(["study", "report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2

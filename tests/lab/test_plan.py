@@ -10,11 +10,12 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, commands as study
-from timm_ortho.lab.folder import Stage, Variant, read_study, read_yaml
+from timm_ortho.lab.folder import Stage, Variant, read_study
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
 from timm_ortho.lab.train_options import defaults
+from timm_ortho.run_folder import read_options
 
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 
@@ -33,12 +34,12 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
     assert (options["lr"], options["seed"], options["num_classes"], options["in_chans"]) == (1e-2, 7, 10, 1)
     assert options["model_kwargs"] == {
         "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "img_size": 16, "connection": "feature"}
-    assert options == read_yaml(tmp_path / "out" / "lr=0.01-feature-seed7" / "args.yaml")
+    assert options == read_options(tmp_path / "out" / "lr=0.01-feature-seed7")
 
 
 def test_equal_runs_are_shared(tmp_path):
-    """Linear connections ignore eps, so all cells that differ only in eps share one run."""
-    path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
+    """Linear connections ignore eps, so all cells that differ only in eps share one run. A name may be repeated."""
+    path = written(tmp_path, connections=["linear", "feature", "feature"], grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
     assert len(found.points) == 2 * 2 * 3
     assert len(found.runs) == 2 * (1 + 3)
@@ -51,8 +52,8 @@ def test_equal_runs_are_shared(tmp_path):
     {"rank": {"half": {"connections": ["linear", "global"], "switch": {"to": "feature", "optimizer": "kept"}}}},
 ])
 def test_different_runs_have_different_names(tmp_path, grid):
-    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': write one value"):
-        plan.plan(request(written(tmp_path, grid=grid), tmp_path / "out"))
+    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': change the label"):
+        plan.plan(request(written(tmp_path, grid=grid, baseline={}), tmp_path / "out"))
 
 
 def test_switches(tmp_path):
@@ -217,13 +218,15 @@ def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
     first = folder()
     assert str(first).startswith("output/study/dynamics-digits-smoke-")
     assert folder(validation_batch_size=2, pin_mem=True) == first
+    mixed = written(tmp_path, grid={"depth": {2: {}, "all": {"lr": 0.1}}})
+    assert str(plan.plan(request(mixed)).folder).startswith("output/study/tiny-digits-smoke-")
     assert len({first, folder(epochs=3), folder(seed=1), folder(workers=2)}) == 4
     assert str(plan.plan(compared()).folder).startswith("output/compare/digits-vit_small-")
     assert plan.plan(compared()).folder != plan.plan(compared(lr=0.5)).folder
     out = tmp_path / "out"
     planned(compared(out))
     planned(compared(out, pin_mem=True))
-    assert read_yaml(out / "linear-seed0" / "args.yaml")["pin_mem"] is True
+    assert read_options(out / "linear-seed0")["pin_mem"] is True
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' on this machine: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))
 
@@ -236,7 +239,7 @@ def test_the_number_of_workers_is_a_setting(tmp_path):
         planned(compared(out, ["feature"], workers=2))  # the partner of the planned run
     with pytest.raises(LabError, match=wanted):
         planned(compared(out, ["linear"], workers=2))
-    assert read_yaml(folder / "args.yaml")["workers"] == Variant.read(folder).stages[0].options["workers"] == 0
+    assert read_options(folder)["workers"] == Variant.read(folder).stages[0].options["workers"] == 0
 
 
 def test_the_files_of_a_finished_run_are_kept(tmp_path):
@@ -247,7 +250,7 @@ def test_the_files_of_a_finished_run_are_kept(tmp_path):
     before = contents(finished)
     planned(compared(out, pin_mem=True))
     assert contents(finished) == before
-    assert read_yaml(out / "feature-seed0" / "args.yaml")["pin_mem"] is True
+    assert read_options(out / "feature-seed0")["pin_mem"] is True
 
 
 def test_the_device_is_not_a_setting():
@@ -267,6 +270,22 @@ def test_a_folder_may_grow(tmp_path):
     assert (described["seeds"], described["connections"]) == ([0, 5], ["linear", "feature"])
     assert (found.study["seeds"], found.study["connections"]) == ([0, 5], ["feature"])  # of this command
     assert list(found.runs) == ["feature-seed0", "feature-seed5"]
+
+
+def test_the_description_of_a_folder_that_grows(tmp_path):
+    """It covers the points of all commands."""
+    def described(only, seeds, name=None, **options):
+        planned(request(name or path, tmp_path / (name or "out"), only=[("net", only)] if only else (), seeds=seeds,
+                        **options))
+        return read_study(tmp_path / (name or "out"))["study"]
+
+    path = written(tmp_path, paper="", grid={"net": {"small": {}, "base": {"model": "vit_base", "img_size": 24}}})
+    first = described("small", [0])
+    assert (first["model"], first["data"]["image_size"]) == ("vit_small", [16, 16])
+    both = described("base", [1])
+    assert (both["model"], both["seeds"], both["data"]["image_size"]) == ("2 architectures", [0, 1], None)
+    assert any("seeds 4 (3)" in line for line in described("", [0, 1, 2, 3], "layer_pattern")["changed"])
+    assert any("seeds 5 (3)" in line for line in described("", [4], "layer_pattern")["changed"])
 
 
 def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
@@ -324,10 +343,10 @@ def test_foreign_folders_are_refused(tmp_path):
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "study.yaml").write_text("a: [1")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, and plan the runs again"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, or choose another --ou"):
         planned(compared(damaged))
     (damaged / "study.yaml").write_text("[1]\n")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read: remove .*damaged, or choose another --output"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(ValueError: it is \[1\]\): remove .*damaged"):
         read_study(damaged)
 
 
@@ -391,8 +410,9 @@ def test_an_empty_file_is_not_a_study(tmp_path):
 
 def test_printed_commands_are_quoted(tmp_path, capsys):
     output = tmp_path / "o ut"
-    assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output)]) == 0
-    assert f"python -m timm_ortho.lab.running.run '{output}/linear-seed0'" in capsys.readouterr().out
+    assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output),
+                     "--threads", "3"]) == 0
+    assert f"python -m timm_ortho.lab.running.run '{output}/linear-seed0' --threads 3\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("base", "message"), [

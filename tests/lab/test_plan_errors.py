@@ -1,4 +1,5 @@
 """planning/: studies, commands and options that are refused before anything is written."""
+from datetime import date
 
 import pytest
 import yaml
@@ -22,6 +23,10 @@ from timm_ortho.lab.running import run
     (dict(options={"epoch": 3}), "options accepts no key 'epoch'; did you mean 'epochs'"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
     (dict(grid={"x": {"a": 3}}), "value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
+    (dict(grid={"lr": []}), "axis 'lr' has no values: list at least one, or remove the axis"),
+    (dict(grid={"lr": {date(2026, 1, 31): {}}}), "axis 'lr': a value must be text or a number, not datetime.date(2026"),
+    (dict(grid={"x": {"a": {"model_kwargs": "depth=2"}}}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
+    (dict(options={"model_kwargs": "depth=2"}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
      "value 'a': a value has options, such as lr, or connection, connections, model, paper_data, recipe, switch. "
@@ -52,6 +57,14 @@ def test_bad_study(tmp_path, monkeypatch, changed, message):
     assert str(caught.value).startswith("study 'tiny': ")
 
 
+@pytest.mark.parametrize("changes", [
+    dict(baseline={"connection": "global"}), dict(connections=["feature", "global"]),
+    dict(baseline={"connection": "linear", "x": "b"}, grid={"x": {"a": {}, "b": {"connections": ["feature"]}}})])
+def test_a_baseline_that_no_run_has(tmp_path, changes):
+    with pytest.raises(LabError, match=r"study 'tiny' trains no run of its baseline, {'connection': .*\(connections: "):
+        request(written(tmp_path, **changes)).design.variants({})
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "acuracy"], "there is no study 'acuracy'; did you mean 'accuracy'? (see timm-ortho study list)"),
     (["run", "mine.yaml"], "there is no file mine.yaml: a study of your own is a YAML file, and timm-ortho study list"),
@@ -72,6 +85,8 @@ def test_bad_study(tmp_path, monkeypatch, changed, message):
     (["run", "accuracy", "--scale", "paper", "--dataset", "cifar10"],
      "scale 'paper' needs timm's train.py: add --train-py"),
     (["plan", "dynamics", "-o", "model_kwargs=3"], "option 'model_kwargs' is 3, but must be a mapping"),
+    (["plan", "accuracy", "--scale", "paper", "--dataset", "svhn", "--only", "model=vit_b"],
+     "the values of model are none; left out: vit_small: the paper has no recipe for svhn; "),
     (["report", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
     (["status", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
 ])
@@ -106,6 +121,10 @@ def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsy
     (dict(connections=[]), r"there is nothing to compare: choose at least one connection"),
     (dict(batch_size=128), r"batch_size 128 is larger than the training set of 64 images: choose .* batch_size=N"),
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
+    (dict(val_num_samples=0), "val_num_samples must be at least 1, got 0"),
+    (dict(seed=2**32), "a seed must be below 4294967296, got 4294967296"),
+    (dict(model="vit_tiny_patch16_224.augreg_in21k"), "names the weights 'augreg_in21k': use the model vit_tiny"),
+    (dict(opt_betas=0.9), "timm cannot build a run from these options: list index out of range"),
     (dict(epochs=0), r"epochs must be at least 1, got 0"),
     (dict(num_classes=1), r"num_classes is 1, but data set 'digits' has 10 classes"),
     (dict(opt="adamm"), r"timm cannot build a run from these options: .*adamm"),
@@ -127,6 +146,12 @@ def test_bad_options(tmp_path, monkeypatch, given, message):
         planned(compared(tmp_path / "out", **given))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_text_instead_of_a_mapping_in_a_recipe(tmp_path):
+    (tmp_path / "own.yaml").write_text("model_kwargs: depth=2\n")
+    with pytest.raises(LabError, match="option 'model_kwargs' is 'depth=2', but must be a mapping"):
+        planned(compared(tmp_path / "out", recipe=str(tmp_path / "own.yaml")))
 
 
 @pytest.mark.parametrize("owner", ["study", "recipe"])

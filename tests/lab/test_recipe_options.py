@@ -86,6 +86,9 @@ def test_color_jitter_is_a_number_or_a_list():
     ("epochs", True, "option 'epochs' is True, but must be a whole number"),
     ("amp", "yes", "option 'amp' is 'yes', but must be true or false"),
     ("model_kwargs", 3, "option 'model_kwargs' is 3, but must be a mapping"),
+    ("model_kwargs", {2: 3}, "option 'model_kwargs' is {2: 3}, but must be a mapping"),
+    ("scale", 0.5, r"option 'scale' is \[0.5\], but must be 2 numbers"),
+    ("rand_augment", [9], r"option 'rand_augment' is \[9\], but must be 2 numbers"),
     ("mixpu", 1, "no option 'mixpu'; did you mean 'mixup'"),
 ])
 def test_bad_values(key, value, message):
@@ -99,7 +102,7 @@ def test_every_option_of_timm_is_handled():
     for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
         value = choices[0]
-        value = [value] if option.get("list") else value
+        value = [value] * option.get("length", 1) if option.get("list") else value
         options = recipe.resolve({key: value})
         assert vars(options)[key] == value
         if "lab" in option:

@@ -10,11 +10,11 @@ from helpers.tiny_study import SMALL, TIMED, only_run, planned, request, state, 
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
-from timm_ortho.lab.folder import Variant, read_yaml
+from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import launcher, run, timm_script as train_py
-from timm_ortho.run_folder import read_run
+from timm_ortho.run_folder import read_options, read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
@@ -102,7 +102,7 @@ def unfinished(one_finished, tmp_path):
 def manual_run(study_folder, folder, **changes):
     """Write the folder of a run as if a user had started train.py with a planned run's options and some changes."""
     folder.mkdir()
-    args = {**read_yaml(study_folder / "feature-seed0" / "args.yaml"), "seed": 7, **changes}
+    args = {**read_options(study_folder / "feature-seed0"), "seed": 7, **changes}
     (folder / "args.yaml").write_text(yaml.safe_dump(args))
     rows = "".join(f"{epoch},1.0,1.0,{40 + epoch},99.0,0.001\n" for epoch in range(args["epochs"]))
     (folder / "summary.csv").write_text(f"epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n{rows}")
@@ -178,6 +178,19 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         (hand / file).write_text(text)
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changes", "options", "setting"), [
+    ({"hold_out": 8}, {}, "hold_out"), ({}, {"crop_padding": 2}, "crop_padding"),
+    ({}, {"rand_augment": [2, 9]}, "rand_augment"), ({}, {}, "train_num_samples")])
+def test_a_manual_run_lacks_the_settings_of_the_labs_own_loop(tmp_path, changes, options, setting):
+    """train.py ignores these settings, also if its args.yaml contains them."""
+    whole = {} if setting == "train_num_samples" else dict(train_num_samples=None, val_num_samples=None, batch_size=64)
+    on_device = {"device_images": True} if options else {}
+    path = written(tmp_path, grid={}, representation=False, **changes)
+    folder = planned(request(path, tmp_path / "out", dataset="digits", **whole, **on_device, **options)).folder
+    with pytest.raises(LabError, match=f"matches no cell of this study; the most similar run differs in {setting}"):
+        collect.collect([folder, manual_run(folder, tmp_path / "hand")])
 
 
 # ------------------------------------------------------------------------------------------------- switches
@@ -269,7 +282,7 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
                (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
                        "--nproc-per-node 4 "}[gpus, nodes]
     assert words.startswith(f"{sys.executable} {started}{STAND_IN} -c {folder / 'args.yaml'} ")
-    args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
+    args = read_options(tmp_path / "out" / "linear-seed0")
     assert (args["batch_size"], args["device"]) == (each, "cuda" if gpus else args["device"])
     assert (args["amp"], args["amp_dtype"]) == ((True, "bfloat16") if args["device"] == "cuda" else (False, "bfloat16"))
     assert Variant.read(tmp_path / "out" / "linear-seed0").whole_batch == 64
@@ -289,7 +302,7 @@ def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
     for gpus in (2, 4):
         folder = only_run(tiny(
             tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
-        assert read_yaml(folder / "args.yaml")["batch_size"] == 64 // gpus
+        assert read_options(folder)["batch_size"] == 64 // gpus
     with pytest.raises(LabError, match=r"batch_size 64 is not divisible by 3 \(3 processes x grad_accum_steps 1"):
         plan.plan(tiny(tmp_path, None, gpus=3, batch_size=64, device="cuda"))
 

@@ -31,11 +31,11 @@ from helpers.tiny_study import (
 from PIL import Image
 
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
-from timm_ortho.lab.folder import Variant, read_lines, read_yaml
+from timm_ortho.lab.folder import Variant, read_lines
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import loop as train, run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS, known_options
-from timm_ortho.run_folder import CheckpointRun, read_history, read_run
+from timm_ortho.run_folder import CheckpointRun, read_history, read_options, read_run
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)
@@ -97,7 +97,7 @@ def test_files(study):
 
 
 def test_args_are_timms_options(study):
-    args = read_yaml(study / "feature-seed0" / "args.yaml")
+    args = read_options(study / "feature-seed0")
     assert set(args) == set(known_options()) - {*DEVICE_OPTIONS, "weights"}
     assert (args["seed"], args["model"], args["device_modules"]) == (0, "vit_small_ortho", ["timm_ortho"])
     assert args["model_kwargs"] == {**KWARGS, "img_size": 16, "connection": "feature"}
@@ -109,7 +109,7 @@ def test_timm_loads_checkpoints(study):
     assert (checkpoint["epoch"], checkpoint["arch"], checkpoint["version"]) == (1, "vit_small_ortho", 2)
     model = timm.create_model(
         checkpoint["arch"], num_classes=10, in_chans=1, checkpoint_path=str(folder / "last.pth.tar"),
-        **read_yaml(folder / "args.yaml")["model_kwargs"])
+        **read_options(folder)["model_kwargs"])
     assert all(torch.equal(value, checkpoint["state_dict"][key]) for key, value in model.state_dict().items())
 
 
@@ -460,7 +460,7 @@ def test_amp_on_the_cpu(tmp_path, monkeypatch):
         (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))) or original(*arguments))
     folder = one_run(tmp_path / "out", epochs=1, amp=True)
     run.run(folder)
-    assert read_yaml(folder / "args.yaml")["amp_dtype"] == "bfloat16"
+    assert read_options(folder)["amp_dtype"] == "bfloat16"
     assert set(dtypes) == {(True, torch.bfloat16)}
 
 

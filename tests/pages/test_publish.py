@@ -75,6 +75,9 @@ def test_paths_and_processes_are_left_out(tmp_path):
     assert publish.anonymous(text, tmp_path / "run") == "output/run --data-dir DIR timm-ortho"
     text = "[\"--data-dir=/home/me/data\", \"--data-dir '/home/of me/data' -j 2\"]"
     assert publish.anonymous(text, tmp_path) == '["--data-dir=DIR", "--data-dir DIR -j 2"]'
+    text = """["--weights /home/me/a.pth -o x=/b/c.txt 'y=[2, /d]'", "/home/of me/e", "-o '/of me/f'", "T-shirt/top"]"""
+    assert publish.anonymous(text, tmp_path) == (
+        """["--weights a.pth -o x=c.txt 'y=[2, d]'", "e", "-o 'f'", "T-shirt/top"]""")
     session = {"pid": 7, "host": "node7", "job": "12", "command": "timm-ortho run X", "cpu": "a CPU"}
     run = {"epochs": 1, "made_with": {**session, "continued": [session]}}
     assert publish.lean(run, many=True)["made_with"] == {"cpu": "a CPU", "continued": [{"cpu": "a CPU"}]}

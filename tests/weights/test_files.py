@@ -291,6 +291,9 @@ REFUSED = [
     (dict(dataset="TFDS/x"), "would write files: if you trust it, name it on the command line (--dataset TF", False),
     (dict(dataset="torch/inaturalist"), "would write files: if you trust it, name it on the command line", False),
     (dict(dataset="torch/mnist", dataset_download=True), "set it on the command line (--option dataset_", False),
+    (dict(kd_model_name="hf-hub:a/b"), "teacher: if you trust it, set it on the command line (--option kd_", False),
+    (dict(log_wandb=True), "sends metrics to a service: if you trust it, set it on the command line (--o", False),
+    (dict(model="vit_base_ortho", pretrained=True), "may download weights: if you trust it, set it on the", False),
 ]
 
 
@@ -422,10 +425,10 @@ def test_modules_of_a_recipe_are_imported_only_if_the_user_names_them(tmp_path, 
 
 def test_the_process_of_a_run_is_told_which_downloads_the_user_has_named(tmp_path, monkeypatch):
     monkeypatch.setattr("timm_ortho.lab.planning.plan.check", lambda request, variants: (variants, None, [], 0))
-    named = dict(dataset="hfds/x", dataset_download=True, num_classes=10)
-    folder = one_run(tmp_path / "out", **named)
+    network = dict(dataset_download=True, kd_model_name="a", pretrained=True, log_wandb=True)
+    folder = one_run(tmp_path / "out", dataset="hfds/x", num_classes=10, **network)
     words = launcher.words_of([Variant.read(folder)])
-    assert words == ["--dataset", "hfds/x", "--dataset-download"]
+    assert words == "--dataset hfds/x --dataset-download --kd-model-name a --pretrained --log-wandb".split()
     monkeypatch.setattr(run, "_train", lambda plan, folder: {"seed": 0})
     assert run.main([str(folder), *words]) == 0
 

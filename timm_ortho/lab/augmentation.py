@@ -45,7 +45,8 @@ class Augment:
         self.jitter = [*jitter, 0.0, 0.0, 0.0, 0.0][:4]
         self.erase = None
         if options.reprob and not options.no_aug:
-            self.erase = BatchErasing(options.reprob, mode=options.remode, max_count=options.recount)
+            self.erase = RandomErasing(
+                options.reprob, mode=options.remode, max_count=options.recount, device=options.device)
         self.mixup = Mixup(**mixing) if mixing else None
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor, mixed: bool = True) -> Images:
@@ -96,7 +97,7 @@ def resized_crop(
 ) -> torch.Tensor:
     """Resize a random crop of each image. The crops have the distribution of torchvision's `RandomResizedCrop`."""
     count, channels, height, width = images.shape
-    tops, lefts, heights, widths, _ = _boxes([count], height, width, scale, ratio, images.device)
+    tops, lefts, heights, widths = _boxes(count, height, width, scale, ratio, images.device)
     zero = torch.zeros_like(tops)
     theta = torch.stack([widths / width, zero, (2 * lefts + widths) / width - 1,
                          zero, heights / height, (2 * tops + heights) / height - 1], 1).view(count, 2, 3)
@@ -105,26 +106,24 @@ def resized_crop(
 
 
 def _boxes(
-        shape: Sequence[int], height: int, width: int, scale: Sequence[float], ratio: Sequence[float],
-        device: torch.device, parts: torch.Tensor | int = 1, margin: int = 0,
+        count: int, height: int, width: int, scale: Sequence[float], ratio: Sequence[float], device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
-    """Return top, left, height and width of a box for each element of a shape, and whether a draw fits.
+    """Return top, left, height and width of a box for each of `count` images.
 
     As in torchvision, this is the first of ten draws that fits into the image. If none fits, it is the largest centred
-    box whose ratio is allowed. The area is divided by `parts`, and a box is smaller than the image by `margin`.
+    box whose ratio is allowed.
     """
-    area = height * width / parts * torch.empty(10, *shape, device=device).uniform_(*scale)
-    aspect = torch.empty(10, *shape, device=device).uniform_(*map(math.log, ratio)).exp()
+    area = height * width * torch.empty(10, count, device=device).uniform_(*scale)
+    aspect = torch.empty(10, count, device=device).uniform_(*map(math.log, ratio)).exp()
     widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
-    fits = (widths <= width - margin) & (heights <= height - margin)
+    fits = (widths <= width) & (heights <= height)
     first = fits.float().argmax(0, keepdim=True)
     widths, heights, fits = (values.gather(0, first)[0] for values in (widths, heights, fits))
     largest = min(max(width / height, ratio[0]), ratio[1])
     widths = torch.where(fits, widths, float(min(width, round(height * largest))))
     heights = torch.where(fits, heights, float(min(height, round(width / largest))))
-    y, x = torch.where(fits, torch.rand(2, *shape, device=device), 0.5)
-    tops, lefts = (y * (height - heights + 1)).floor(), (x * (width - widths + 1)).floor()
-    return tops, lefts, heights, widths, fits
+    y, x = torch.where(fits, torch.rand(2, count, device=device), 0.5)
+    return (y * (height - heights + 1)).floor(), (x * (width - widths + 1)).floor(), heights, widths
 
 
 def color_jitter(
@@ -267,25 +266,3 @@ def _blended(images: torch.Tensor, bounds: Sequence[int], level: float) -> torch
     for number, (part, other, factor) in enumerate(zip(output.tensor_split(bounds), others, factors, strict=True)):
         (part.mul_(factor) if number < 4 else part).add_(other, alpha=1 - factor)
     return output.clamp_(0, 255).to(torch.uint8)
-
-
-# ------------------------------------------------------------------------------------------------- erasing
-class BatchErasing(RandomErasing):
-    """timm's `RandomErasing` without a loop over images."""
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        count, channels, height, width = images.shape
-        device, shape = images.device, (self.max_count, count, 1, 1, 1)
-        boxes = torch.randint(self.min_count, self.max_count + 1, shape[1:], device=device)  # number for each image
-        tops, lefts, heights, widths, fits = _boxes(
-            shape, height, width, (self.min_area, self.max_area), tuple(map(math.exp, self.log_aspect_ratio)), device,
-            parts=boxes, margin=1)
-        row, column = torch.arange(height, device=device).view(-1, 1), torch.arange(width, device=device)
-        erased = (tops <= row) & (row < tops + heights) & (lefts <= column) & (column < lefts + widths)
-        erased &= fits & (torch.rand(shape[1:], device=device) < self.probability)
-        for number, inside in enumerate(erased):
-            value: Any = 0.0
-            if self.per_pixel or self.rand_color:
-                value = torch.randn(count, channels, *((height, width) if self.per_pixel else (1, 1)), device=device)
-            images = torch.where(inside & (number < boxes), value, images)
-        return images

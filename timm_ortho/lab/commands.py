@@ -47,18 +47,21 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
         report={"measures": ["top1"]})
 
 
-def make_plan(request: Request) -> StudyPlan:
-    """Plan a study, write its folders, and print the commands of its runs."""
-    planned = _planned(request)
+def make_plan(request: Request, threads: Optional[int] = None) -> StudyPlan:
+    """Plan a study, write its folders, and print the commands of its runs, which have `threads` CPU threads each."""
+    planned = _planned(request, threads=threads)
     planned.write()
     for name, run_plan in planned.runs.items():
-        print(f"{name}: {_command_of(planned.folder / name, run_plan)}")
+        print(f"{name}: {_command_of(planned.folder / name, run_plan, threads)}")
     print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
     return planned
 
 
-def _planned(request: Request) -> StudyPlan:
-    """Plan a study without writing files."""
+def _planned(request: Request, **counts: Optional[int]) -> StudyPlan:
+    """Plan a study without writing files. `counts` are options of the command line that must be at least 1."""
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise LabError(f"--{option} must be at least 1, got {value}")
     planned = plan(request)
     report.layout_of(planned.study)  # checks the layout of the report before the first run
     for path in planned.folder.glob("*"):
@@ -67,9 +70,10 @@ def _planned(request: Request) -> StudyPlan:
     return planned
 
 
-def _command_of(folder: Path, planned: Variant) -> str:
+def _command_of(folder: Path, planned: Variant, threads: Optional[int]) -> str:
     """Return the command that trains a run. For timm's script, a first line shows how the batch is divided."""
-    command = f"python -m timm_ortho.lab.running.run {shlex.join([str(folder), *launcher.words_of([planned])])}"
+    words = [str(folder), *(["--threads", str(threads)] if threads else []), *launcher.words_of([planned])]
+    command = f"python -m timm_ortho.lab.running.run {shlex.join(words)}"
     if planned.script is None:
         return command
     if planned.nodes > 1:
@@ -104,10 +108,7 @@ def run(
     Raises:
         LabError: The study cannot be run, or a run failed.
     """
-    for option, value in (("--threads", threads), ("--parallel", parallel)):
-        if value is not None and value < 1:
-            raise LabError(f"{option} must be at least 1, got {value}")
-    planned = _planned(request)
+    planned = _planned(request, threads=threads, parallel=parallel)
     with only_command(planned.folder):
         planned.write()
         for line in planned.left_out:

@@ -82,7 +82,7 @@ def overhead(device: Optional[str] = None) -> str:
 
     On a GPU, all four models of the paper are measured in bfloat16, on a CPU two in float32 with small images.
     """
-    on_gpu = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    on_gpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda")
     own = dict(models=_named((*_RESNETS[1:3], *_VITS))) if on_gpu else dict(
         models=_named(("vit_small", *_RESNETS[1:2])), batch_size=8, img_size=64)
     options = bench.resolve({"what": ["models"], "compile": False, "device": device, **own})

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
 from .._text import error_text
-from . import LabError, device_images, one_line
+from . import LabError, device_images
 from .image_folder import (
     LAYOUT,
     READERS,
@@ -129,7 +129,8 @@ def _naming(file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001
-        raise ImageError(f"image {file} cannot be used ({one_line(error)}): remove or replace it") from None
+        reason = error_text(error, named=True)
+        raise ImageError(f"image {file} cannot be used ({reason}): remove or replace it") from None
 
 
 def _load(file: str) -> Image.Image:
@@ -171,6 +172,9 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
     check_shards(options)
+    for key in ("train_num_samples", "val_num_samples"):
+        if (count := getattr(options, key)) is not None and count < 1:
+            raise LabError(f"{key} must be at least 1, got {count}")
     val_split = find_splits(options, hold_out) if is_image_folder(options) else options.val_split
     train = _open(options, options.train_split, True)
     check_classes(options, options.train_split, train)
@@ -214,7 +218,7 @@ def check_shards(options: Namespace) -> None:
             shards += [name for split in splits for name in split["filenames"]]
         paths = [folder, *(os.path.join(folder, name) for name in shards)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LabError(f"{path} is not timm's description of shards ({one_line(error)})") from None
+        raise LabError(f"{path} is not timm's description of shards ({error_text(error, named=True)})") from None
     for path in paths:
         if not _PLAIN_PATH.fullmatch(path) or not os.path.exists(path):
             raise LabError(f"'{path}' is not a file: data sets wds/ are read from files in --data-dir, one for each "
@@ -401,40 +405,33 @@ def _decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images of a split (uint8, NCHW) and their labels on a device. They are decoded once in a process.
 
-    Images get timm's transform for evaluation to `size`. If it is the size of the first training image, but not of all,
-    they get the input size of the model.
+    Images get timm's transform for evaluation to `size`, which is the input size of the model or, for training images,
+    that of the first one. If not all images have this size, they get the input size of the model.
     """
-    key = split, tuple(size), str(device)
-    if key not in source.decoded:
-        try:
-            source.decoded[key] = _decode(
-                options, source, data_config, device, split, size, split == "train" and key[1] == source.first_size)
-        except _OtherSizeError:
-            model_size = data_config["input_size"][1:]
-            source.decoded[key] = _decode(options, source, data_config, device, split, model_size, False)
-    return source.decoded[key]
-
-
-def _decode(
-        options: Namespace, source: Source, data_config: dict, device: torch.device, split: str, size: Sequence[int],
-        one_size: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key, model_size = (split, tuple(size), str(device)), tuple(data_config["input_size"][1:])
+    if key in source.decoded:
+        return source.decoded[key]
     dataset = getattr(source, split)
     loader = create_loader(
         dataset, (source.in_chans, *size), batch_size=256, is_training=False, use_prefetcher=True,
         interpolation=data_config["interpolation"], crop_pct=1.0 if split == "train" else data_config["crop_pct"],
         num_workers=options.workers, device=device, persistent_workers=False).loader
-    if one_size:
+    if key[1] != model_size:
         dataset.transform = _OneSize(source.first_size, dataset.transform)
     images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
     labels = torch.empty(len(dataset), dtype=torch.long, device=device)
     own = DataStream(device)  # a loader draws a seed, which must not change the order of the first epoch in a process
     own.reseed(0)
     first = 0
-    for batch, targets in own.iterate(loader):
-        images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
-        first += len(batch)
-    return images, labels
+    try:
+        for batch, targets in own.iterate(loader):
+            images[first:first + len(batch)], labels[first:first + len(batch)] = batch, targets
+            first += len(batch)
+        source.decoded[key] = images, labels
+    except _OtherSizeError:
+        del images, labels  # frees their memory
+        source.decoded[key] = _decoded(options, source, data_config, device, split, model_size)
+    return source.decoded[key]
 
 
 def mixes(options: Namespace) -> bool:
@@ -476,10 +473,9 @@ class DataStream:
 
     def reseed(self, seed: int) -> None:
         """Seed the random numbers of the data. The states of the global generators stay the same."""
-        before = _get_state(self.device)
-        random_seed(seed)
         self.state = _get_state(self.device)
-        _set_state(before, self.device)
+        with self.active():
+            random_seed(seed)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader. Each batch is fetched with the random numbers of the data."""

@@ -14,7 +14,7 @@ from . import LabError
 from .augmentation import Augment, Images
 from .train_options import DEVICE_OPTIONS
 
-_SHARE = 4  # by default, images are stored on a GPU if they need less than a quarter of its free memory
+_SHARE = 4  # by default, images are stored on a GPU if they need less than a quarter of its memory
 
 
 # -------------------------------------------------------------------------------------------- the decision
@@ -22,7 +22,7 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
     """Return whether the images of a run are stored on its device.
 
     The default is yes on a GPU if all augmentations exist there, the first image is not larger than the model's input,
-    and the images need less than a quarter of its free memory.
+    and the images need less than a quarter of its memory.
 
     Args:
         options: timm's options of the run.
@@ -36,11 +36,11 @@ def decide(options: Namespace, size: Sequence[int], source: Any, given: Mapping[
     device = torch.device(options.device)
     reason = "they are not requested" if options.device_images is False else _why_not(options, source)
     if reason is None:
-        needed, free = bytes_of(source, size), free_memory(device)
+        needed, there = bytes_of(source, size), gpu_memory(device)
         share = 1 if options.device_images else _SHARE
-        if free is not None and needed * share > free:
+        if there is not None and needed * share > there:
             count = len(source.train) + len(source.validation)
-            reason = (f"{count} images need {_megabytes(needed)}, but {device} has {_megabytes(free)} of free memory"
+            reason = (f"{count} images need {_megabytes(needed)}, but {device} has {_megabytes(there)} of memory"
                       + ("" if options.device_images else f", of which they may take {1 / _SHARE:.0%}"))
     if reason is not None and options.device_images:
         raise LabError(f"the images cannot be stored on the device: {reason}: use --no-device-images")
@@ -78,9 +78,13 @@ def stored_size(first: Sequence[int], size: Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
-def free_memory(device: torch.device) -> Optional[int]:
-    """Return the free memory of a GPU in bytes, None for a CPU or if the GPU is on another machine."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and torch.cuda.is_available() else None
+def gpu_memory(device: torch.device) -> Optional[int]:
+    """Return the memory of a GPU in bytes, None for a CPU or if the GPU is on another machine.
+
+    The free memory would depend on other processes, and an equal command would then plan other runs.
+    """
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_here else None
 
 
 def _megabytes(count: int) -> str:
@@ -127,7 +131,13 @@ def loaders(
     `Mixup`, or is None.
     """
     size = data_config["input_size"][1:]
-    normalise = _Normalise(data_config["mean"], data_config["std"], device)
+    mean, std = (torch.tensor([255 * value for value in data_config[key]], device=device).view(1, -1, 1, 1)
+                 for key in ("mean", "std"))
+
+    def normalise(images: torch.Tensor) -> torch.Tensor:
+        """Normalise images with values from 0 to 255, in the operations of timm's loader."""
+        return images.sub_(mean).div_(std)
+
     validation = DeviceLoader(
         partial(decoded, "validation", size), source.validation, options.validation_batch_size or options.batch_size,
         lambda images, labels, _: (normalise(images.float()), labels), training=False)
@@ -135,14 +145,3 @@ def loaders(
         partial(decoded, "train", stored_size(source.first_size, size)), source.train, options.batch_size,
         Augment(options, size, normalise, mixing), training=True)
     return train, validation
-
-
-class _Normalise:
-    """Normalise images with values from 0 to 255, in the operations of timm's loader."""
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self.mean, self.std = (
-            torch.tensor([255 * value for value in values], device=device).view(1, -1, 1, 1) for values in (mean, std))
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return images.sub_(self.mean).div_(self.std)

@@ -18,15 +18,44 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import file_name, without_nan
+from .._text import error_text, file_name, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
-from ..run_folder import LOG, OPTIONS, RUN, RunFile, json_lines, read_history, read_options, read_run
-from . import LabError, one_line, refuse_links, write_json, write_text, writing
+from ..run_folder import (
+    LOG,
+    OPTIONS,
+    PROBE,
+    RECORDS,
+    RUN,
+    RunFile,
+    checked,
+    json_lines,
+    plain,
+    read_history,
+    read_options,
+    read_run,
+)
+from . import LabError, refuse_links, write_json, write_text, writing
 
 STUDY = "study.yaml"  # of the output folder of a study
 COMPARISON = "compare"  # name of the study that `timm-ortho compare` makes
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
 OF_STAGE = ("folder", "begins_with", "stop_epoch")
+# Kinds of values, see `run_folder.checked`. The report checks its layout, and the trainer checks its other options.
+ANY: dict = {...: lambda value: value}
+STUDY_KIND = {  # of the key `study` in study.yaml and study.json
+    **dict.fromkeys("name title paper scale dataset model command".split(), str),
+    "connections": [str], "changed": [str], "seeds": [int], "axes": {...: [plain]}, "baseline": {...: plain},
+    **dict.fromkeys(("table", "validation"), (str,)), "weights": ([str],),
+    "data": ({**dict.fromkeys(("image_size", "first_image"), ([int],)), "validation_split": (str,),
+              **dict.fromkeys("channels classes train validation".split(), (int,)), ...: plain},),
+    **dict.fromkeys(("report", "options", "versions"), (ANY,)), ...: plain}
+_OPTIONS_KIND = {
+    **dict.fromkeys(("model", "dataset", "sched"), str), **dict.fromkeys(("batch_size", "seed", "epochs"), int),
+    "amp": bool, "model_kwargs": {"connection": str, **ANY}, **ANY}
+RUN_KIND = {"cell": {...: plain}, "connection": str, "seed": int}
+_SITE = {"layer": int, "kind": str, "name": str,
+         **dict.fromkeys("stream parallel orthogonal cosine".split(), (float,)), ...: plain}
+_LINES = {PROBE: {"epochs_done": int, "sites": [_SITE]}, RECORDS: {"step": int, **_SITE}}
 OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
@@ -54,7 +83,7 @@ class Stage:
             options.sched = "step"
         try:
             return create_scheduler_v2(Namespace(param_groups=[{"lr": 1.0}]), **scheduler_kwargs(options))[1]
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise LabError(f"timm cannot make a schedule '{options.sched}': {error}: correct the options") from None
 
     @property
@@ -178,6 +207,11 @@ class Variant:
         stages = []
         for stage in values.pop("stages"):
             options = read_options(folder / stage["folder"])
+            try:
+                checked(options, _OPTIONS_KIND, "it")
+            except ValueError as error:
+                raise LabError(f"{folder / stage['folder'] / OPTIONS} cannot be read ({error}): remove {folder} to "
+                               "train the run again") from None
             if values["trainer"] != "lab":  # train.py has added its command line
                 added = {*OF_COMMAND, *(["initial_checkpoint"] if stage["begins_with"] == "weights" else [])}
                 options = {key: value for key, value in options.items() if key not in added}
@@ -209,18 +243,14 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
     """Parse a file. A missing or damaged file, or one without an expected key, raises a LabError with the advice."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
+    except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = error_text(error, named=True)
+        raise LabError(f"{path} cannot be read ({reason}): {advice.format(folder=path.parent)}") from None
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the complete lines of a JSON Lines file as dicts, [] if the file does not exist."""
-    return read_as(path, json_lines) if path.is_file() else []
-
-
-def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
-    """Return the contents of a YAML file that a program wrote. The error for a damaged file ends with the advice."""
-    return read_as(path, load_written_yaml, advice)
+    """Return the complete lines of a run's JSON Lines file as dicts, [] if the file does not exist."""
+    return read_as(path, lambda text: checked(json_lines(text), [_LINES[path.name]], "it")) if path.is_file() else []
 
 
 def read_study(folder: Path) -> dict:
@@ -232,9 +262,9 @@ def read_study(folder: Path) -> dict:
     if not (folder / STUDY).is_file():
         raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
                        "runs of train.py to it)")
-    values = read_yaml(folder / STUDY)
-    if not isinstance(values, dict) or not {"settings", "study", "places"} <= values.keys():
-        raise LabError(f"{folder / STUDY} cannot be read: remove {folder}, or choose another --output")
+    kind = {"settings": ANY, "study": STUDY_KIND, "places": [{**RUN_KIND, "run": str}], "left_out": [str], ...: plain}
+    values = read_as(folder / STUDY, lambda text: checked(load_written_yaml(text), kind, "it"),
+                     "remove {folder}, or choose another --output")
     outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
     if outside:
         raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct the key 'places'")

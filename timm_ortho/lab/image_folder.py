@@ -15,11 +15,12 @@ from timm.data.readers.class_map import load_class_map
 from timm.data.readers.img_extensions import get_img_extensions
 
 from .._compat import search_split
-from .._text import UserError
-from . import LabError, one_line
+from .._text import UserError, error_text
+from . import LabError
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that are neither folders nor torchvision's
+STREAMED = ("hfids", "tfds", "wds")  # the data sets of which train.py reads the requested number of images
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
 
 
@@ -89,7 +90,7 @@ def check_files(options: Namespace, split: str) -> None:
     try:
         classes = load_class_map(options.class_map, root) if options.class_map else {}
     except (AssertionError, OSError, ValueError) as error:
-        raise LabError(f"class_map {options.class_map} cannot be read: {one_line(error)}") from None
+        raise LabError(f"class_map {options.class_map} cannot be read: {error_text(error, named=True)}") from None
     if classes and len(classes) <= max(classes.values()):  # a class has the number of its last line
         raise LabError(f"class_map {options.class_map} has several lines with the same class: remove all but one")
     if options.input_key:  # it sets the reader's file types
@@ -262,8 +263,17 @@ def is_local(dataset: str) -> bool:
     return kind not in ("hfds", "hfids", "tfds")
 
 
+# Options that connect to a network, which only the command line may set, and what they do.
+NETWORK = {
+    "dataset_download": "downloads images",
+    "kd_model_name": "downloads the weights of a teacher",
+    "pretrained": "may download weights",  # with pretrained_path, timm reads this file instead
+    "log_wandb": "sends metrics to a service",
+}
+
+
 def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, Any]) -> None:
-    """Raise a UserError for data sets and weights that run code, or that the command line does not allow to download.
+    """Raise a UserError for data sets and weights that run code, and for network access that the command line lacks.
 
     Another person may have written `options`, in the file or folder `source`. `named` has the command line's options.
     """
@@ -275,10 +285,12 @@ def check_sources(options: Mapping[str, Any], source: str, named: Mapping[str, A
     if not is_local(dataset) and dataset != named.get("dataset"):
         raise UserError(f"data set '{dataset}' of {source} would write files: if you trust it, name it on the command "
                         f"line (--dataset {dataset})")
-    if options.get("dataset_download") and not named.get("dataset_download"):
-        raise UserError(f"option 'dataset_download' of {source} has no effect in a file: set it on the command line "
-                        "(--option dataset_download=true)")
     chosen = {"cache_dir", "pretrained_cfg", "pretrained_cfg_overlay"}.intersection(options.get("model_kwargs") or {})
     if options.get("pretrained") and chosen:
         raise UserError(f"model_kwargs of {source} choose the source of weights ({min(chosen)}): use the option "
                         "pretrained_path, which is a file")
+    for key, effect in NETWORK.items():
+        value = options.get(key)
+        if value and value != named.get(key) and not (key == "pretrained" and options.get("pretrained_path")):
+            raise UserError(f"option '{key}' of {source} {effect}: if you trust it, set it on the command line "
+                            f"(--option {key}={'true' if value is True else value})")

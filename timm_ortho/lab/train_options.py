@@ -5,6 +5,7 @@
 | `type`, `default` | as in timm's parser |
 | `choices` | the values that timm's code supports; its parser checks few of them |
 | `list` | true if the option is a list |
+| `length` | the number of items, if a list must have this number |
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
 | `lab` | `used` if the lab's loop applies the option, `unused` if the option affects only logs and files. In the
   lab's loop, options without this key must keep their defaults |
@@ -29,7 +30,7 @@ DEVICE_OPTIONS = {
     # pad by this many pixels and crop, in place of `train_crop_mode`
     "crop_padding": {"type": "int", "default": 0, "lab": "used", "about": "data"},
     # number of operations and magnitude (0 to 30) of torchvision's RandAugment, in place of `aa`
-    "rand_augment": {"type": "int", "default": None, "list": True, "lab": "used", "about": "data"},
+    "rand_augment": {"type": "int", "default": None, "list": True, "length": 2, "lab": "used", "about": "data"},
 }
 
 # A file of weights to start from, with a new classifier: short for timm's `pretrained` and `pretrained_path`. The plan

@@ -20,7 +20,7 @@ from ..._text import error_text
 from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import Variant
-from ..image_folder import is_here
+from ..image_folder import STREAMED, is_here
 from ..running.loop import Training, build_model
 from ..train_options import DEVICE_OPTIONS, defaults, known_options, options_with
 from . import recipe
@@ -152,7 +152,7 @@ def _refused(subject: str) -> Iterator[None]:
         raise
     except KeyError as error:  # timm's tables of layers raise KeyError for an unknown name
         raise LabError(f"{subject}: unknown name {error}") from None
-    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
+    except (ValueError, TypeError, IndexError, RuntimeError, AssertionError, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None
 
 
@@ -225,7 +225,7 @@ def _for_script(request: Request, first: Namespace) -> tuple[Optional[Source], d
     if first.dataset == "digits":
         raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
     limits = [key for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None]
-    limits = [] if first.dataset.partition("/")[0] in ("hfids", "tfds", "wds") else limits
+    limits = [] if first.dataset.partition("/")[0] in STREAMED else limits
     _warn_of_ignored(f"train.py uses {{}} for streamed data sets only, and takes all images of "
                      f"'{first.dataset or first.data_dir}'", limits)
     source, of_data = None, {}

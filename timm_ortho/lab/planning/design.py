@@ -136,7 +136,7 @@ class Design:
             requested: timm's options from the command line, which override the study's.
 
         Raises:
-            LabError: A requested option is unknown, or the study varies it.
+            LabError: A requested option is unknown, or the study varies it. Or no run belongs to the baseline.
         """
         recipe.resolve(requested)  # checks names and types, before options are merged
         self._refuse_varied(requested)
@@ -151,7 +151,7 @@ class Design:
                 left_out.append(f"{self.paper} has no {', '.join(f'{axis} {label}' for axis, label in cell.items())} "
                                 f"on {data}")
                 continue
-            connections = changes.get("connections", self.connections)
+            connections = dict.fromkeys(changes.get("connections", self.connections))
             if "connection" in changes:
                 connections = [changes["connection"]]
             try:
@@ -160,6 +160,12 @@ class Design:
                 left_out.append(str(error))
         self._check_arguments(
             requested, {stage.connection for variant in variants for stage in variant.stages})
+        settings = [{**variant.cell, "connection": variant.connection} for variant in variants]
+        trained = dict.fromkeys(variant.connection for variant in variants)
+        found = any(self.baseline.items() <= setting.items() for setting in settings)
+        if len(trained) > 1 and not left_out and not found:
+            raise LabError(f"study '{self.name}' trains no run of its baseline, {dict(self.baseline)}: set the key "
+                           f"baseline to runs of the study (connections: {', '.join(trained)})")
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
@@ -243,6 +249,9 @@ def _design(name: str, scale: str, values: Any) -> Design:
     for which, changes in scales.items():
         _check_keys(changes, _SCALED, f"scale '{which}'")
         _check_types(changes or {})
+    for part in (values, *filter(None, scales.values())):
+        check_names(part.get("options") or {}, known_options(), "options")
+        recipe.resolve(part.get("options") or {})  # checks the types, before options are merged
     changes = scales[scale] or {}
     grid = {axis: _axis(axis, entry) for axis, entry in (values.get("grid") or {}).items()}
     for axis, entry in (changes.get("grid") or {}).items():
@@ -262,6 +271,9 @@ def _axis(axis: str, entry: Any) -> dict:
         entry = {value: {axis: value} for value in entry}
     if not isinstance(entry, dict):
         raise LabError(f"axis '{axis}' must be a list of values, or a mapping from values to changes")
+    for label in entry:
+        if not isinstance(label, (str, int, float, type(None))):  # YAML reads 2026-01-31 as a date
+            raise LabError(f"axis '{axis}': a value must be text or a number, not {label!r}: write it in quotes")
     return {label: _changes(axis, label, changes or {}) for label, changes in entry.items()}
 
 
@@ -285,6 +297,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         elif key in _CELL:
             changes[key] = value
         elif key in known_options():
+            recipe.resolve({key: value})
             changes["options"] = merged(changes["options"], {key: value})
         else:
             owner, noun = f"{where}: a value has options, such as lr, or {', '.join(sorted(_CELL))}. It", "key"
@@ -296,7 +309,9 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
 
 
 def _check(design: Design) -> None:
-    check_names(design.options, known_options(), "options")
+    for axis, values in design.grid.items():
+        if not values:
+            raise LabError(f"axis '{axis}' has no values: list at least one, or remove the axis")
     for key, value in design.baseline.items():
         if key != "connection" and value not in design.grid.get(key, {}):
             raise LabError(f"the baseline is {value!r} on axis '{key}', which has no such value")

@@ -13,8 +13,9 @@ connection. Runs are ordered by seed, so that the first seeds of an interrupted 
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from ... import __version__
 from ..._text import UserError
@@ -42,7 +43,8 @@ class StudyPlan:
 
     folder: Path
     settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
-    study: dict  # the description of the study for its report
+    study: dict  # the description of this command's points for a report
+    describe: Callable[[Sequence[Mapping[str, Any]]], dict]  # makes this description for any points of the study
     points: list[dict]  # of this command, each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
     runs: dict[str, Variant]  # the runs of this command by name
     left_out: list[str]  # reasons why cells are not run
@@ -59,10 +61,15 @@ class StudyPlan:
             return point["cell"], point["connection"], point["seed"]
 
         new = [key(point) for point in self.points]
-        earlier = [point for point in self._stored().get("places", ()) if key(point) not in new]
-        points = sorted([*earlier, *self.points], key=lambda point: point["seed"])
-        study = {**self.study, "seeds": sorted({point["seed"] for point in points}),
-                 "connections": list(dict.fromkeys(point["connection"] for point in points))}
+        stored = self._stored()
+        kept = [point for point in stored.get("places", ()) if key(point) not in new]
+        points = sorted([*kept, *self.points], key=lambda point: point["seed"])
+        study = {**self.study, **self.describe(points)}
+        data, earlier = (values.get("data") or {} for values in (study, stored.get("study", {})))
+        if data and earlier:
+            same = data["image_size"] == earlier.get("image_size")
+            study["data"] = {**data, "image_size": data["image_size"] if same else None,
+                             "on_device": data["on_device"] or bool(earlier.get("on_device"))}
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
             if folder.is_dir() and {*os.listdir(folder)} - {".lock"}:
                 refuse_difference(run_identity(Variant.read(folder)), run_identity(run),
@@ -111,8 +118,8 @@ def plan(request: Request) -> StudyPlan:
     elif requested.get("data_dir") and design.recipe is None:  # a recipe may set a data set that needs --data-dir
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
-    variants, left_out = design.expand(requested)
-    variants = request.select(variants)
+    every, left_out = design.expand(requested)
+    variants = request.select(every, left_out)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
     first = variants[0]
@@ -126,14 +133,15 @@ def plan(request: Request) -> StudyPlan:
     first = variants[0]  # with the options that follow from the data set and the model
     points, runs = points_of(request, variants, seeds)
     settings = study_settings(design, requested, first)
-    study = _description(request, requested, seeds, variants)
+    describe = partial(_description, request, requested, every)
+    study = describe(points)
     folder = Path(request.output) if request.output else output_folder(design, settings, study["dataset"], first)
     if source is not None:
         on_device = any(vars(variant.options).get("device_images") for variant in variants)
         study["data"] = {**_data_of(source, sizes), "on_device": on_device}
     if "options" in settings:
         study["options"] = {**settings["options"], "device": requested["device"]}
-    return StudyPlan(folder, settings, study, points, runs, left_out, parameters)
+    return StudyPlan(folder, settings, study, describe, points, runs, left_out, parameters)
 
 
 def points_of(
@@ -162,17 +170,20 @@ def points_of(
 
 # ------------------------------------------------------------------------------------------ description
 def _description(
-        request: Request, requested: Mapping[str, Any], seeds: Sequence[int], variants: Sequence[Variant]) -> dict:
-    """Return the description of a study that its report shows."""
-    design = request.design
+        request: Request, requested: Mapping[str, Any], variants: Sequence[Variant],
+        points: Sequence[Mapping[str, Any]]) -> dict:
+    """Return the description of a study's points that its report shows. `variants` are those of all cells."""
+    design, seeds = request.design, sorted({point["seed"] for point in points})
+    planned = [(point["cell"], point["connection"]) for point in points]
+    variants = [variant for variant in variants if (variant.cell, variant.connection) in planned]
     models = list(dict.fromkeys(base_name(variant.options.model) for variant in variants))
     return {
         **{key: getattr(design, key) for key in ("name", "title", "paper", "table", "axes", "baseline", "report")},
         "scale": "" if design.is_comparison else design.scale,
         "dataset": data_name(requested, variants[0]),
         "model": models[0] if len(models) == 1 else f"{len(models)} architectures",
-        "connections": list(dict.fromkeys(variant.connection for variant in variants)),
-        "seeds": list(seeds),
+        "connections": list(dict.fromkeys(connection for _, connection in planned)),
+        "seeds": seeds,
         "weights": list(dict.fromkeys(filter(None, map(_weights, variants)))),
         "changed": not_as_in_the_paper(design, requested, seeds),
         "validation": "hold-out" if design.hold_out else "test",

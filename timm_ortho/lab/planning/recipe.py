@@ -13,12 +13,12 @@ from typing import Any, Mapping
 
 import timm
 
-from ..._text import aligned, did_you_mean
+from ..._text import aligned, did_you_mean, error_text
 from ..._yaml import load_yaml
 from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
 from ...run_folder import check_modules
-from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
+from .. import LabError, check_names, read_user_yaml, shipped_files
 from ..paper import recipes
 from ..train_options import defaults, known_options, timm_options
 
@@ -64,6 +64,7 @@ def load(name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
     check_names(values, timm_options(), f"recipe '{name}': timm's train.py", "option")
+    resolve(values)  # checks the types, before options are merged
     return values
 
 
@@ -117,6 +118,10 @@ def resolve_variant(requested: Mapping[str, Any], name: str, source: str = "the 
 
 
 def _variant(base: str) -> str:
+    architecture, _, tag = base.partition(".")
+    if tag:
+        raise LabError(f"'{base}' names the weights '{tag}': use the model {architecture}, and start from a file of "
+                       "weights with --weights FILE of timm-ortho compare, or with the option weights in a study")
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
@@ -139,7 +144,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
         spec.loader.exec_module(module)
         parser = module.parser
     except Exception as error:  # noqa: BLE001 the script may raise anything
-        raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
+        raise LabError(f"{script} is not timm's train.py ({error_text(error, named=True)}): {advice}") from None
     return parser
 
 
@@ -154,6 +159,8 @@ def _typed(key: str, value: Any) -> Any:
     if option.get("list") or ("or_list" in option and isinstance(value, (list, tuple))):
         values = value if isinstance(value, (list, tuple)) else [value]
         value = [_scalar(key, option["type"], item) for item in values]
+        if len(value) not in (0, option.get("length", len(value))):
+            raise LabError(f"option '{key}' is {value}, but must be {option['length']} numbers")
     else:
         value = _scalar(key, option["type"], value)
     if "choices" in option and value not in option["choices"]:
@@ -169,7 +176,7 @@ def _scalar(key: str, kind: str, value: Any) -> Any:
     made, expected = kinds[kind]
     try:
         if kind in ("flag", "dict"):
-            fits = isinstance(value, made)
+            fits = isinstance(value, made) and all(isinstance(name, str) for name in (value if kind == "dict" else ()))
         else:
             fits = not isinstance(value, (bool, dict, list)) and (kind != "int" or float(value) == int(float(value)))
         if fits:

@@ -46,10 +46,15 @@ class Request:
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:
             raise LabError("there is nothing to run: choose at least one seed")
+        if max(seeds) >= 2**32:  # NumPy's limit
+            raise LabError(f"a seed must be below {2**32}, got {max(seeds)}")
         return seeds
 
-    def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants that `only` selects. Its axes are the study's axes and `connection`."""
+    def select(self, variants: Sequence[Variant], left_out: Sequence[str] = ()) -> list[Variant]:
+        """Return the variants that `only` selects. Its axes are the study's axes and `connection`.
+
+        `left_out` has the reasons why cells are missing, for the error about a missing value.
+        """
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.connection}.items()}
                  for variant in variants]
@@ -60,7 +65,8 @@ class Request:
             known = list(dict.fromkeys(cell[axis] for cell in cells))
             values = [text] if text in known else [_as_named(word, known) for word in text.split(",") if word]
             if not values or not set(values) <= set(known):
-                raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
+                raise LabError(f"--only {axis}={text}: the values of {axis} are "
+                               f"{'; '.join(known) or 'none'}{'; left out: ' * bool(left_out)}{'; '.join(left_out)}")
             selected.setdefault(axis, []).extend(values)
         return [variant for variant, cell in zip(variants, cells, strict=True)
                 if all(cell[axis] in values for axis, values in selected.items())]

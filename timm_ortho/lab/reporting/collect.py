@@ -16,6 +16,7 @@ from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import FEATURES, OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
 from .. import LabError, representation
 from ..folder import COMPARISON, Variant, history, metrics_of, read_lines, read_study, record, save, state, work_on
+from ..image_folder import STREAMED
 from ..train_options import options_with
 from . import published, tables
 from .layout import grouped
@@ -140,7 +141,7 @@ def _by_hand(path: Path, root: Path, values: Mapping[str, Any]) -> dict:
 
 
 def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) -> list[str]:
-    """Return the settings in which a user's run differs from a plan.
+    """Return the settings in which a user's run differs from a plan, and the plan's settings that train.py lacks.
 
     Options in `_NOT_COMPARED`, and options that only one of the two has, are not compared. `batch_size` and
     `grad_accum_steps` are among them, because `args.yaml` lacks the number of processes.
@@ -152,9 +153,14 @@ def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) 
         return {**kept, "model": base_name(values["model"]), "epochs": epochs, "model_kwargs": kwargs,
                 "amp_dtype": values.get("amp_dtype") if values.get("amp") else None}
 
+    planned = plan.stages[0].options
+    of_lab = {"hold_out": plan.hold_out, **{key: planned.get(key) for key in ("crop_padding", "rand_augment")}}
+    if plan.script is None and planned["dataset"].partition("/")[0] not in STREAMED:
+        of_lab |= {key: planned[key] is not None for key in ("train_num_samples", "val_num_samples")}
     here = settings(options, metrics_of(rows)["epochs"])
-    there = settings(plan.stages[0].options, plan.stages[0].last_epoch)
-    return [key for key in here if key in there and here[key] != there[key]]
+    there = settings(planned, plan.stages[0].last_epoch)
+    differing = [key for key in here if key in there and here[key] != there[key]]
+    return [*differing, *(key for key, value in of_lab.items() if value)]
 
 
 def status(folder: Path) -> str:

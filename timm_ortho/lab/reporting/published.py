@@ -19,9 +19,10 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name
-from .. import LabError, one_line, whole_file, write_json
-from ..folder import read_as
+from ..._text import error_text, file_name
+from ...run_folder import checked
+from .. import LabError, whole_file, write_json
+from ..folder import ANY, RUN_KIND, STUDY_KIND, read_as
 from .layout import grouped
 
 STUDY = "study.json"
@@ -62,8 +63,9 @@ def folder_name(study: Mapping[str, Any]) -> str:
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     def values_of(text: str) -> tuple:
-        values = json.loads(text)
-        return dict(values["study"]), list(map(dict, values["runs"])), values["recorded"]
+        kind = {"study": STUDY_KIND, "runs": [{**RUN_KIND, **ANY}], "recorded": ANY}
+        values = checked(json.loads(text), kind, "it")
+        return values["study"], values["runs"], values["recorded"]
 
     study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     for table, key in TABLES.items():
@@ -113,7 +115,7 @@ def _read_table(file: Path) -> dict[int, Rows]:
                 rows, lambda row: row.pop("epochs_done")).items()] for run, rows in by_run.items()}
         return by_run
     except (OSError, EOFError, zlib.error, csv.Error, ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{file} cannot be read ({one_line(error)})") from None
+        raise LabError(f"{file} cannot be read ({error_text(error, named=True)})") from None
 
 
 def _parsed(text: str) -> Any:

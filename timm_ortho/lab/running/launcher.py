@@ -21,7 +21,7 @@ import torch
 from ...run_folder import LOG, own_modules
 from .. import LabError
 from ..folder import Variant, epochs_done, history, last_line, record, top1_text, with_last_words
-from ..image_folder import is_local
+from ..image_folder import NETWORK, is_local
 from . import run as run_module
 
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines about finished epochs
@@ -188,13 +188,15 @@ def _slots(runs: Mapping[str, Variant], parallel: int) -> list[dict[str, str]]:
 
 
 def words_of(runs: Sequence[Variant]) -> list[str]:
-    """Return the options of `lab.running.run` that name the script, the modules and a download of runs of one study.
+    """Return the options of `lab.running.run` that name the script, the modules and the network access of one study.
 
     The plans contain these names too, but a run's process does not trust the files that it reads.
     """
     script, options = runs[0].script, runs[0].stages[0].options
     data = [] if is_local(options["dataset"]) else ["--dataset", options["dataset"]]
-    data += ["--dataset-download"] if options.get("dataset_download") else []
+    for key in NETWORK:
+        if value := options.get(key):
+            data += [f"--{key.replace('_', '-')}", *([] if value is True else [value])]
     modules = dict.fromkeys(name for run in runs for name in own_modules(run.stages[0].options.get("device_modules")))
     return [*(["--train-py", script] if script else []), *data, *(["--device-modules", *modules] if modules else [])]
 

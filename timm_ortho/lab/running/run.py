@@ -39,7 +39,7 @@ from ...run_folder import (
 )
 from ...weights import WeightsError
 from ...weights.files import load_checkpoint
-from .. import LabError, one_line, representation, whole_file
+from .. import LabError, representation, whole_file
 from ..data import Source, loaders, open_source
 from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
 from ..image_folder import check_sources
@@ -61,7 +61,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--train-py", metavar="FILE", help="the script that trains the run, if the plan names a script")
     parser.add_argument("--device-modules", nargs="+", metavar="MODULE", help="modules to import, which the plan names")
     parser.add_argument("--dataset", metavar="NAME", help="data set that may be downloaded or cached")
-    parser.add_argument("--dataset-download", action="store_true", help="download the data set, as the plan requests")
+    parser.add_argument("--kd-model-name", metavar="NAME", help="teacher whose weights may be downloaded")
+    for name in ("dataset-download", "pretrained", "log-wandb"):
+        parser.add_argument(f"--{name}", action="store_true", help="allow this option, which uses a network")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
@@ -87,7 +89,7 @@ def run(
         folder: The folder of the run. Another person may have written its plan, which therefore cannot choose code.
         threads: Number of CPU threads.
         train_py: The script that the plan may run.
-        named: timm's options on the command line, which allow downloads of data sets.
+        named: timm's options on the command line, which allow the plan to use the network.
 
     Raises:
         UserError: The run cannot be trained, another process is training it, or its plan names a script, a module or a
@@ -117,7 +119,8 @@ def run(
         except BaseException as caught:
             interrupted = isinstance(caught, (KeyboardInterrupt, SystemExit, timm_script.Died))
             memory = isinstance(caught, torch.cuda.OutOfMemoryError)
-            reason = "the device is out of memory: use a smaller batch size" if memory else one_line(caught)
+            reason = error_text(caught, named=True)
+            reason = "the device is out of memory: use a smaller batch size" if memory else reason
             try:
                 save(folder, _with_last(found, end=_now(), error=None if interrupted else reason))
             except LabError as error:  # for example on a full disk. Only print it, because the first error is raised
