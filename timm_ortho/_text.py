@@ -60,9 +60,8 @@ def file_name(name: Any) -> str:
 def error_text(error: BaseException, named: bool = False) -> str:
     """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
 
-    If ``named`` is true, the name of the class precedes the text, except for a UserError, whose whole message is
-    returned, and for an OSError with the operating system's reason, which is returned alone. The text of a
-    KeyError is only a key.
+    The name of the class precedes the text of a KeyError, which is only a key, and all texts if ``named`` is true. In
+    this case, a UserError returns its whole message, and an OSError only the operating system's reason.
 
     >>> error_text(KeyError("epochs"), named=True)
     "KeyError: 'epochs'"
