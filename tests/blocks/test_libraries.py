@@ -22,7 +22,8 @@ from timm_ortho.models import coverage
 QUICK = {f"transformers {name}" for name in ("vit", "swin", "convnext", "resnet_basic", "cvt")}
 QUICK |= {f"torchvision {name}" for name in ("vit", "resnet50", "convnext", "efficientnet_b0", "regnet_y_400mf", "r3d")}
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-COMPILED = {"torchvision convnext"}
+COMPILED = [pytest.param(name, marks=pytest.mark.slow if index % 6 == 0 else pytest.mark.whole)
+            if name != "torchvision convnext" else name for index, name in enumerate(MODELS)]
 
 
 def made(name):
@@ -104,8 +105,7 @@ def test_streams_of_other_libraries_have_the_width_in_the_table(name):
     assert reached == {site.name: True for site in sites(model)}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiles_if_the_original_model_does(name):
     torch._dynamo.reset()
     host, inputs = made(name)

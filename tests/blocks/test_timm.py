@@ -24,7 +24,7 @@ TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *SHARED_BLOCKS])}
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
-SHAPES = [pytest.param(name, marks=pytest.mark.slow if index % 3 or name in LARGER else ())
+SHAPES = [pytest.param(name, marks=pytest.mark.whole if index % 3 or name in LARGER else ())
           for index, name in enumerate([*ALL, *SHARED_BLOCKS])]
 
 
