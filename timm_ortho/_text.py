@@ -60,16 +60,8 @@ def file_name(name: Any) -> str:
 def error_text(error: BaseException, named: bool = False) -> str:
     """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
 
-    The name of the class precedes the text of a KeyError, which is only a key, and all texts if ``named`` is true. In
-    this case, a UserError returns its whole message, and an OSError only the operating system's reason.
-
-    >>> error_text(KeyError("epochs"), named=True)
-    "KeyError: 'epochs'"
+    The name of the class precedes the text of a KeyError, which is only a key, and all texts if ``named`` is true.
     """
-    if named and isinstance(error, UserError):
-        return str(error)
-    if named and isinstance(error, OSError) and error.strerror:
-        return error.strerror
     name, text = type(error).__name__, " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:297]}..."
     return f"{name}: {text}" if text and (named or isinstance(error, KeyError)) else text or name

@@ -36,6 +36,20 @@ _CONTAINERS = {abc.Mapping: dict, abc.Sequence: list}
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error as one line.
+
+    For an OSError with the operating system's reason, the line is this reason. For a UserError, it is the message. For
+    any other error, it is the class and the message.
+
+    >>> one_line(KeyError("epochs"))
+    "KeyError: 'epochs'"
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, UserError) else error_text(error, named=True)
+
+
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
     """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; did you mean 'KNOWN NAME'?"."""
     for name in names:
@@ -103,8 +117,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         # on a full disk, torch.save raises a RuntimeError while it handles the OSError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise LabError(f"{path} cannot be written ({error_text(cause, named=True)}): free disk space or correct the "
-                       "permissions, and repeat the command") from None
+        raise LabError(f"{path} cannot be written ({one_line(cause)}): free disk space or correct the permissions, and "
+                       "repeat the command") from None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
 from .._text import error_text
-from . import LabError, device_images
+from . import LabError, device_images, one_line
 from .image_folder import (
     LAYOUT,
     READERS,
@@ -129,8 +129,7 @@ def _naming(file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001
-        reason = error_text(error, named=True)
-        raise ImageError(f"image {file} cannot be used ({reason}): remove or replace it") from None
+        raise ImageError(f"image {file} cannot be used ({one_line(error)}): remove or replace it") from None
 
 
 def _load(file: str) -> Image.Image:
@@ -218,7 +217,7 @@ def check_shards(options: Namespace) -> None:
             shards += [name for split in splits for name in split["filenames"]]
         paths = [folder, *(os.path.join(folder, name) for name in shards)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LabError(f"{path} is not timm's description of shards ({error_text(error, named=True)})") from None
+        raise LabError(f"{path} is not timm's description of shards ({one_line(error)})") from None
     for path in paths:
         if not _PLAIN_PATH.fullmatch(path) or not os.path.exists(path):
             raise LabError(f"'{path}' is not a file: data sets wds/ are read from files in --data-dir, one for each "

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import error_text, file_name, without_nan
+from .._text import file_name, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import (
     LOG,
@@ -34,7 +34,7 @@ from ..run_folder import (
     read_options,
     read_run,
 )
-from . import LabError, refuse_links, write_json, write_text, writing
+from . import LabError, one_line, refuse_links, write_json, write_text, writing
 
 STUDY = "study.yaml"  # of the output folder of a study
 COMPARISON = "compare"  # name of the study that `timm-ortho compare` makes
@@ -244,8 +244,7 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = error_text(error, named=True)
-        raise LabError(f"{path} cannot be read ({reason}): {advice.format(folder=path.parent)}") from None
+        raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
 def read_lines(path: Path) -> list[dict]:

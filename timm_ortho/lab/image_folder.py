@@ -15,8 +15,8 @@ from timm.data.readers.class_map import load_class_map
 from timm.data.readers.img_extensions import get_img_extensions
 
 from .._compat import search_split
-from .._text import UserError, error_text
-from . import LabError
+from .._text import UserError
+from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that are neither folders nor torchvision's
@@ -90,7 +90,7 @@ def check_files(options: Namespace, split: str) -> None:
     try:
         classes = load_class_map(options.class_map, root) if options.class_map else {}
     except (AssertionError, OSError, ValueError) as error:
-        raise LabError(f"class_map {options.class_map} cannot be read: {error_text(error, named=True)}") from None
+        raise LabError(f"class_map {options.class_map} cannot be read: {one_line(error)}") from None
     if classes and len(classes) <= max(classes.values()):  # a class has the number of its last line
         raise LabError(f"class_map {options.class_map} has several lines with the same class: remove all but one")
     if options.input_key:  # it sets the reader's file types

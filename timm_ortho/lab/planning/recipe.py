@@ -13,12 +13,12 @@ from typing import Any, Mapping
 
 import timm
 
-from ..._text import aligned, did_you_mean, error_text
+from ..._text import aligned, did_you_mean
 from ..._yaml import load_yaml
 from ...convert import base_name, bases_with_variants
 from ...models.coverage import why_left_out
 from ...run_folder import check_modules
-from .. import LabError, check_names, read_user_yaml, shipped_files
+from .. import LabError, check_names, one_line, read_user_yaml, shipped_files
 from ..paper import recipes
 from ..train_options import defaults, known_options, timm_options
 
@@ -144,7 +144,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
         spec.loader.exec_module(module)
         parser = module.parser
     except Exception as error:  # noqa: BLE001 the script may raise anything
-        raise LabError(f"{script} is not timm's train.py ({error_text(error, named=True)}): {advice}") from None
+        raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
     return parser
 
 

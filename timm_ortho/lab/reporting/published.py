@@ -19,9 +19,9 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import error_text, file_name
+from ..._text import file_name
 from ...run_folder import checked
-from .. import LabError, whole_file, write_json
+from .. import LabError, one_line, whole_file, write_json
 from ..folder import ANY, RUN_KIND, STUDY_KIND, read_as
 from .layout import grouped
 
@@ -115,7 +115,7 @@ def _read_table(file: Path) -> dict[int, Rows]:
                 rows, lambda row: row.pop("epochs_done")).items()] for run, rows in by_run.items()}
         return by_run
     except (OSError, EOFError, zlib.error, csv.Error, ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{file} cannot be read ({error_text(error, named=True)})") from None
+        raise LabError(f"{file} cannot be read ({one_line(error)})") from None
 
 
 def _parsed(text: str) -> Any:

@@ -35,7 +35,7 @@ from ...model_sites import sites
 from ...run_folder import LAST, PROBE, RECORDS, SUMMARY, create_model
 from ...weights import WeightsError
 from ...weights.files import load_checkpoint, load_weights
-from .. import LabError, whole_file, writing
+from .. import LabError, one_line, whole_file, writing
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
 from ..folder import Stage, Variant, append_lines
 
@@ -262,8 +262,8 @@ class Training:
             for name, part in self._parts().items():
                 part.load_state_dict(checkpoint[name])
         except Exception as error:  # noqa: BLE001 damaged files raise many kinds of errors
-            raise LabError(f"{path} cannot be read ({error_text(error, named=True)}): remove {self.folder} to train "
-                           "the run again") from None
+            raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
+                           "again") from None
         start = checkpoint["epoch"] + 1
         # A schedule by update sets its learning rate from the number of updates. For a schedule by epoch, the call does
         # nothing: the optimizer's state already has the learning rate.

@@ -39,7 +39,7 @@ from ...run_folder import (
 )
 from ...weights import WeightsError
 from ...weights.files import load_checkpoint
-from .. import LabError, representation, whole_file
+from .. import LabError, one_line, representation, whole_file
 from ..data import Source, loaders, open_source
 from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
 from ..image_folder import check_sources
@@ -119,8 +119,7 @@ def run(
         except BaseException as caught:
             interrupted = isinstance(caught, (KeyboardInterrupt, SystemExit, timm_script.Died))
             memory = isinstance(caught, torch.cuda.OutOfMemoryError)
-            reason = error_text(caught, named=True)
-            reason = "the device is out of memory: use a smaller batch size" if memory else reason
+            reason = "the device is out of memory: use a smaller batch size" if memory else one_line(caught)
             try:
                 save(folder, _with_last(found, end=_now(), error=None if interrupted else reason))
             except LabError as error:  # for example on a full disk. Only print it, because the first error is raised

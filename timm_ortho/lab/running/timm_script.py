@@ -12,10 +12,9 @@ from typing import Sequence
 
 import torch
 
-from ..._text import error_text
 from ...run_folder import LAST, OPTIONS, RECORDS
 from ...weights.files import load_checkpoint
-from .. import LabError
+from .. import LabError, one_line
 from ..data import check_shards, open_source
 from ..folder import Stage, Variant, with_last_words
 from ..image_folder import is_here
@@ -109,8 +108,8 @@ def _epochs(checkpoint: Path) -> int:
     except FileNotFoundError:  # train.py is replacing the file
         return 0
     except Exception as error:  # noqa: BLE001 damaged files raise many kinds of errors
-        raise LabError(f"{checkpoint} cannot be read ({error_text(error, named=True)}): remove {checkpoint.parent} to "
-                       "train the run again") from None
+        raise LabError(f"{checkpoint} cannot be read ({one_line(error)}): remove {checkpoint.parent} to train "
+                       "the run again") from None
 
 
 def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
