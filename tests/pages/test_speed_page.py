@@ -73,7 +73,7 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
         "",
         "* ViT-S (`vit_small`): +30 % in eager mode and -2 % under `torch.compile`",
         "* ResNetV2-50 (`resnetv2_50`): +7 to +10 % in eager mode",
-        "* ViT of width 64, also in inference: 1.20 times the time; 0.90 times the time of the code of the paper's "
+        "* ViT of width 64, training and inference: 1.20 times plain addition, 0.90 times the code of the paper's "
         "Appendix F",
     ]
 
