@@ -107,7 +107,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     write({**study, "report": laid_out}, runs, [], tmp_path)
     row = lines_of(tmp_path)["four", "Orthogonal-F, test loss"]
     assert (row["mean"], row["difference [95 % CI]"]) == (
-        "0.5000 ± 0.0000", "+0.00 (both pairs have the same difference, no interval)")
+        "0.5000 ± 0.0000", "+0.0000 (both pairs have the same difference, no interval)")
 
 
 @pytest.mark.parametrize(("given", "message"), [

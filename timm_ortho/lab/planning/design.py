@@ -43,7 +43,7 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 
 * It has the scales `smoke` and `small`. Its `title` ends in a question mark.
 * The comment above `extends` or `title` contains `timm-ortho study run NAME`. For each scale, this comment contains the
-  number of runs in `timm-ortho study list`, such as `Scale smoke: 4 runs`.
+  number of runs, which `timm-ortho study list` reads, such as `Scale smoke: 4 runs`.
 * A study with `paper` or `table` has the scale `paper`, and a sentence of the comment begins with "The paper".
 * A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """

@@ -46,9 +46,6 @@ class Difference:
         mean, low, high = (text if float(text) else text.removeprefix("-") for text in (mean, low, high))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
-    def __str__(self) -> str:
-        return self.text() if self.half_width is not None else f"{self.text()} ({self.why_no_interval}, no interval)"
-
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Difference:
     """Return Student's interval of paired differences d = values - baseline.
@@ -59,7 +56,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
     images, so the differences of a few pairs can all be equal by chance, up to `ROUNDING`. Their variance is then
     unknown, and there is neither an interval nor p.
 
-    >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
+    >>> paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]).text()
     '+2.00 [-0.48, +4.48]'
     """
     differences = np.subtract(values, baseline)

@@ -76,7 +76,7 @@ class Entry:
             return "no pair of finite runs" if self.is_compared else NONE
         pairs = self.difference.pairs
         if self.difference.half_width is None and pairs > 1:
-            return str(self.difference)
+            return f"{self.difference.text(self.digits)} ({self.difference.why_no_interval}, no interval)"
         note = f" ({pairs} pair{'s' * (pairs > 1)})" if pairs < self.planned else ""
         return f"{self.difference.text(self.digits)}{note}"
 
