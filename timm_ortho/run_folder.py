@@ -74,13 +74,13 @@ def _command(value: Any) -> str:
 def plain(value: Any) -> Any:
     """Return a text, a number, true, false or null. A list or a mapping raises a ValueError."""
     if isinstance(value, (list, dict)):
-        raise ValueError(f"{value!r:.60} is no single value")
+        raise ValueError(f"{value!r:.60} is not one value")
     return value
 
 
 # A kind is a type, a function that returns a checked value, the allowed values as a set, the kind of a list's items in
-# a list, or a mapping with the kinds of its values. The key ... of a mapping stands for all other keys. A tuple of one
-# kind allows null, and allows that a key is missing.
+# a list, or a mapping with the kinds of its values. The key ... has the kind of all other values. A tuple of one kind
+# allows null, and allows that a key is missing.
 _SESSION = {
     **dict.fromkeys("timm-ortho timm torch commit host cpu gpu driver begin end job error".split(), (str,)),
     "command": (_command,), "pid": (int,)}
@@ -236,9 +236,12 @@ def _are_modules(value: Any) -> bool:
 
 # The required type of an option -> its test, and the options of this type. timm checks the remaining options.
 _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "text": (lambda value: isinstance(value, str), "model dataset data data_dir val_split interpolation crop_mode"),
-    "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples"),
+    "text": (
+        lambda value: isinstance(value, str), "model dataset data data_dir val_split interpolation crop_mode sched"),
+    "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples batch_size epochs"),
+    "a whole number": (lambda value: type(value) is int, "seed"),
     "a number": (_is_number, "crop_pct"),
+    "true or false": (lambda value: isinstance(value, bool), "amp"),
     "three whole numbers of at least 1": (
         lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_is_size, value)), "input_size"),
     "a list of numbers": (
@@ -253,7 +256,7 @@ def _check_options(options: Mapping[str, Any], path: Path) -> None:
     for must, (test, names) in _OPTIONS.items():
         for key in names.split():
             if options.get(key) is not None and not test(options[key]):
-                raise RunError(f"{path}: the option '{key}' is {options[key]!r:.60}, and must be {must}")
+                raise RunError(f"{path} cannot be read (option '{key}' is {options[key]!r:.60}, but must be {must})")
 
 
 def read_options(folder: Path) -> dict[str, Any]:

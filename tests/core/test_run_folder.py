@@ -158,7 +158,8 @@ def test_options_of_another_type(tmp_path, key, value, must):
     for path, file in ((folder, folder / "args.yaml"), (tmp_path / "a.pth.tar", tmp_path / "a.pth.tar")):
         with pytest.raises(RunError) as error:
             CheckpointRun(path)
-        assert str(error.value).startswith(f"{file}: the option '{key}' is {value!r:.60}, and must be {must}")
+        reason = f"option '{key}' is {value!r:.60}, but must be {must}"
+        assert str(error.value).startswith(f"{file} cannot be read ({reason}")
 
 
 def test_a_second_training_in_the_same_folder(tmp_path):

@@ -175,10 +175,10 @@ def test_own_files_have_no_aliases(tmp_path):
     ("study.yaml", {"places": None}, "it.places is None"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {}, "connection": "linear"}]}, "lacks one: 'seed'"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": []}, "connection": "linear", "seed": 0}]},
-     r"\[\] is no single value"),
+     r"\[\] is not one value"),
     ("study.yaml", {"study": {}}, "it.study has an unknown key, or lacks one: 'name'"),
-    ("linear-seed0/args.yaml", {"model_kwargs": {}}, "it.model_kwargs has an unknown key, or lacks one: 'connection'"),
-    ("linear-seed0/args.yaml", {"epochs": "many"}, "it.epochs is 'many'"),
+    ("linear-seed0/args.yaml", {"model_kwargs": {}}, "lacks the option 'connection'"),
+    ("linear-seed0/args.yaml", {"epochs": "many"}, "option 'epochs' is 'many', but must be a whole number"),
     ("linear-seed0/probe.jsonl", "{}\n", "it has an unknown key, or lacks one: 'epochs_done'"),
     ("linear-seed0/probe.jsonl", "[" * 200_000 + "\n", "RecursionError"),
     ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'")])

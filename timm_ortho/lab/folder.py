@@ -40,7 +40,8 @@ STUDY = "study.yaml"  # of the output folder of a study
 COMPARISON = "compare"  # name of the study that `timm-ortho compare` makes
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
 OF_STAGE = ("folder", "begins_with", "stop_epoch")
-# Kinds of values, see `run_folder.checked`. The report checks its layout, and the trainer checks its other options.
+_REQUIRED = ("model", "dataset", "sched", "batch_size", "seed", "epochs", "amp", "connection")  # options of a plan
+# Kinds of values, see `run_folder.checked`. The report checks its layout.
 ANY: dict = {...: lambda value: value}
 STUDY_KIND = {  # of the key `study` in study.yaml and study.json
     **dict.fromkeys("name title paper scale dataset model command".split(), str),
@@ -49,9 +50,6 @@ STUDY_KIND = {  # of the key `study` in study.yaml and study.json
     "data": ({**dict.fromkeys(("image_size", "first_image"), ([int],)), "validation_split": (str,),
               **dict.fromkeys("channels classes train validation".split(), (int,)), ...: plain},),
     **dict.fromkeys(("report", "options", "versions"), (ANY,)), ...: plain}
-_OPTIONS_KIND = {
-    **dict.fromkeys(("model", "dataset", "sched"), str), **dict.fromkeys(("batch_size", "seed", "epochs"), int),
-    "amp": bool, "model_kwargs": {"connection": str, **ANY}, **ANY}
 RUN_KIND = {"cell": {...: plain}, "connection": str, "seed": int}
 _SITE = {"layer": int, "kind": str, "name": str,
          **dict.fromkeys("stream parallel orthogonal cosine".split(), (float,)), ...: plain}
@@ -207,11 +205,11 @@ class Variant:
         stages = []
         for stage in values.pop("stages"):
             options = read_options(folder / stage["folder"])
-            try:
-                checked(options, _OPTIONS_KIND, "it")
-            except ValueError as error:
-                raise LabError(f"{folder / stage['folder'] / OPTIONS} cannot be read ({error}): remove {folder} to "
-                               "train the run again") from None
+            given = {**options, "connection": (options.get("model_kwargs") or {}).get("connection")}
+            lacking = [key for key in _REQUIRED if given.get(key) is None]
+            if lacking:
+                raise LabError(f"{folder / stage['folder'] / OPTIONS} cannot be read (it lacks the option "
+                               f"'{lacking[0]}'): remove {folder} to train the run again")
             if values["trainer"] != "lab":  # train.py has added its command line
                 added = {*OF_COMMAND, *(["initial_checkpoint"] if stage["begins_with"] == "weights" else [])}
                 options = {key: value for key, value in options.items() if key not in added}

@@ -19,8 +19,8 @@ from .._text import UserError
 from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
-READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that are neither folders nor torchvision's
-STREAMED = ("hfids", "tfds", "wds")  # the data sets of which train.py reads the requested number of images
+STREAMED = ("hfids", "tfds", "wds")  # prefixes of data sets to which train.py applies train_num_samples
+READERS = ("hfds", *STREAMED)  # prefixes of timm's data sets that are neither folders nor torchvision's
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
 
 

@@ -77,7 +77,7 @@ def naming_the_source(cfg: Any) -> Iterator[None]:
         yield
     except WeightsError:
         raise
-    except Exception as error:  # timm's constructors raise any exception for the arguments of a stranger
+    except Exception as error:  # with bad arguments, timm's constructors raise any exception
         if not isinstance(cfg, dict) or cfg.get("source") not in ("hf-hub", "local-dir"):
             raise
         source = _source_name(PretrainedCfg(**{key: cfg.get(key) for key in ("source", "hf_hub_id", "file")}))

@@ -16,7 +16,7 @@ from timm.layers import PatchEmbed
 from torch import nn
 
 from ..._images import data_config
-from ..._text import error_text
+from ..._text import CONSTRUCTOR_ERRORS, error_text
 from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import Variant
@@ -152,7 +152,7 @@ def _refused(subject: str) -> Iterator[None]:
         raise
     except KeyError as error:  # timm's tables of layers raise KeyError for an unknown name
         raise LabError(f"{subject}: unknown name {error}") from None
-    except (ValueError, TypeError, IndexError, RuntimeError, AssertionError, OSError) as error:
+    except (*CONSTRUCTOR_ERRORS, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None
 
 

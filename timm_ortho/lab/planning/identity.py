@@ -57,11 +57,8 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
 
 def output_folder(design: Design, settings: Mapping[str, Any], data: str, first: Variant) -> Path:
     """Return the default output folder. Its name has a hash of the settings: equal commands have the same folder."""
-    try:
-        text = json.dumps(settings, sort_keys=True)
-    except TypeError:  # numbers and texts are values of one axis
-        text = json.dumps(json.loads(json.dumps(settings)), sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    settings = json.loads(json.dumps(settings))  # all keys become text, which can be sorted
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     if design.is_comparison:
         return Path("output", "compare", file_name(f"{data}-{base_name(first.options.model)}-{digest}"))
     return Path("output", "study", file_name("-".join([design.name, data, design.scale, digest])))

@@ -172,7 +172,7 @@ def points_of(
 def _description(
         request: Request, requested: Mapping[str, Any], variants: Sequence[Variant],
         points: Sequence[Mapping[str, Any]]) -> dict:
-    """Return the description of a study's points that its report shows. `variants` are those of all cells."""
+    """Return the description of a study's points that its report shows. `variants` has the variants of all cells."""
     design, seeds = request.design, sorted({point["seed"] for point in points})
     planned = [(point["cell"], point["connection"]) for point in points]
     variants = [variant for variant in variants if (variant.cell, variant.connection) in planned]

@@ -42,7 +42,7 @@ from ...weights.files import load_checkpoint
 from .. import LabError, one_line, representation, whole_file
 from ..data import Source, loaders, open_source
 from ..folder import Stage, Variant, epochs_done, history, is_at_work, metrics_of, record, save, work_on
-from ..image_folder import check_sources
+from ..image_folder import NETWORK, check_sources
 from . import timm_script
 from .loop import Training
 
@@ -61,9 +61,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--train-py", metavar="FILE", help="the script that trains the run, if the plan names a script")
     parser.add_argument("--device-modules", nargs="+", metavar="MODULE", help="modules to import, which the plan names")
     parser.add_argument("--dataset", metavar="NAME", help="data set that may be downloaded or cached")
-    parser.add_argument("--kd-model-name", metavar="NAME", help="teacher whose weights may be downloaded")
-    for name in ("dataset-download", "pretrained", "log-wandb"):
-        parser.add_argument(f"--{name}", action="store_true", help="allow this option, which uses a network")
+    for name, effect in NETWORK.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", const=True, help=f"allow what {effect}")
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
