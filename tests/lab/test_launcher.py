@@ -30,12 +30,12 @@ from helpers.tiny_study import (
     written,
 )
 
-from timm_ortho import cli
+from timm_ortho import cli, lab
 from timm_ortho.lab import LabError, commands as study, folder as folders, representation
 from timm_ortho.lab.folder import LOG, Stage, Variant
 from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import launcher, run, slurm
-from timm_ortho.run_folder import read_history, read_run
+from timm_ortho.run_folder import LAST, read_history, read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="requires Linux: /proc does not exist")
@@ -421,17 +421,34 @@ def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
     assert_same_run(killed[0], whole / killed[0].name)
 
 
-def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
-    """Slurm sends SIGTERM when a job reaches its time limit."""
-    folder = one_run(tmp_path / "out")
+@pytest.mark.parametrize("write", [1, 2, 5])
+def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch, write):
+    """Slurm sends SIGTERM when a job reaches its time limit.
+
+    If it arrives while torch.save writes, SystemExit can reach `run` as a RuntimeError.
+    """
+    folder, writes = one_run(tmp_path / "out"), []
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(run, "_train", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10))
+
+    def train(*_):
+        def counted(data):
+            writes.append(data)
+            if len(writes) == write:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return file.write(data)
+
+        with lab.whole_file(folder / LAST) as file:
+            torch.save({"weights": torch.zeros(9)}, SimpleNamespace(write=counted, flush=file.flush))
+
+    monkeypatch.setattr(run, "_train", train)
     try:
         with pytest.raises(SystemExit) as end:
             run.main([str(folder)])
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert len(writes) >= write
     assert end.value.code == 143
+    assert not list(folder.glob("*.pth.tar*"))
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
 
 

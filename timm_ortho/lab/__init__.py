@@ -115,8 +115,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # on a full disk, torch.save raises a RuntimeError while it handles the OSError
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        # on a full disk (OSError) or a signal (SystemExit), torch.save raises a RuntimeError while it handles the other
+        cause = error.__context__ if isinstance(error.__context__, (OSError, SystemExit)) else error
+        if isinstance(cause, SystemExit):
+            raise cause from None
         raise LabError(f"{path} cannot be written ({one_line(cause)}): free disk space or correct the permissions, and "
                        "repeat the command") from None
 
