@@ -51,6 +51,22 @@ def client(served):
 
 
 @pytest.fixture
+def error_of(capsys):
+    """Return a function that runs a command, which must fail with status 2, and returns its output, an error line."""
+    from timm_ortho import cli  # imports timm
+
+    def error_of(*words):
+        capsys.readouterr()  # omits the output of earlier commands
+        assert cli.main([*map(str, words)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert captured.err.startswith("timm-ortho: error: ")
+        return captured.err
+    return error_of
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Write an empty picture instead of each plot. Drawing plots is slow, and tests of a report's numbers need none."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write("<svg/>"))

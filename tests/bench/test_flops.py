@@ -100,6 +100,5 @@ def test_overhead_is_the_throughput_that_is_lost(monkeypatch, fails, cells):
     assert line[2:] == cells
 
 
-def test_an_unknown_device_is_an_error_of_one_line(capsys):
-    assert cli.main(["cost", "overhead", "--device", "bogus"]) == 2
-    assert "--device bogus: " in capsys.readouterr().err
+def test_an_unknown_device_is_an_error_of_one_line(error_of):
+    assert "--device bogus: " in error_of("cost", "overhead", "--device", "bogus")

@@ -32,16 +32,6 @@ def script(tmp_path_factory):
     return path
 
 
-def fails(capsys, *arguments):
-    """Return the error line of a command, which must fail with status 2."""
-    assert cli.main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("timm-ortho: error: ")
-    return captured.err
-
-
 def test_list(capsys):
     assert cli.main(["list", "vit_small_[lo]*"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -125,8 +115,8 @@ def test_errors_of_a_script_are_raised(tmp_path, monkeypatch, error):
         cli.main(["run", str(tmp_path / "script.py")])
 
 
-def test_run_without_a_script(capsys):
-    assert "there is no script 'nowhere.py'" in fails(capsys, "run", "nowhere.py")
+def test_run_without_a_script(capsys, error_of):
+    assert "there is no script 'nowhere.py'" in error_of("run", "nowhere.py")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run"])
     assert "the script is missing" in capsys.readouterr().err
@@ -156,24 +146,24 @@ def test_every_option_is_explained():
     (["--seeds", "two"], "--seeds takes whole numbers of at least 0, not 'two'"),
     (["--dataset", "torch/cifar10", "--data-dir", "/nowhere"], "data set 'torch/cifar10' (split 'train')"),
 ])
-def test_compare_errors(capsys, arguments, message):
-    assert message in fails(capsys, "compare", *arguments)
+def test_compare_errors(error_of, arguments, message):
+    assert message in error_of("compare", *arguments)
 
 
-def test_other_errors(capsys):
-    assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
-    assert "no variant that matches 'no_such*' has weights: see" in fails(capsys, "list", "--weights", "no_such*")
+def test_other_errors(error_of):
+    assert "no variant matches 'resnet18'" in error_of("list", "resnet18")
+    assert "no variant that matches 'no_such*' has weights: see" in error_of("list", "--weights", "no_such*")
     for given in ("connection", "connection=", "connection=,"):
-        assert "the values of connection are linear; feature" in fails(
-            capsys, "study", "run", "probability", "--only", given)
+        assert "the values of connection are linear; feature" in error_of(
+            "study", "run", "probability", "--only", given)
     for command in (["compare", "--data-dir"], ["push"], ["study", "status"], ["show"]):
-        error = fails(capsys, *command, os.fsdecode(b"caf\xe9"))  # a YAML file with such a name could not be read again
+        error = error_of(*command, os.fsdecode(b"caf\xe9"))  # a YAML file with such a name could not be read again
         assert error == "timm-ortho: error: 'caf\\udce9' is not UTF-8: rename the file or folder\n"
 
 
-def test_names_in_other_peoples_files_do_not_control_the_terminal(tmp_path, capsys):
+def test_names_in_other_peoples_files_do_not_control_the_terminal(tmp_path, error_of):
     torch.save({"state_dict": {}, "args": Namespace(model="\x1b]0;\x07\u202e")}, tmp_path / "a.pth.tar")
-    assert "the model '\\x1b]0;\\x07\\u202e' cannot be built" in fails(capsys, "show", str(tmp_path / "a.pth.tar"))
+    assert "the model '\\x1b]0;\\x07\\u202e' cannot be built" in error_of("show", tmp_path / "a.pth.tar")
 
 
 def test_compare_passes_options(monkeypatch):
@@ -195,10 +185,10 @@ def test_seeds(words, seeds):
     assert cli._seeds(words) == seeds
 
 
-def test_missing_extra(capsys, monkeypatch):
+def test_missing_extra(error_of, monkeypatch):
     monkeypatch.delitem(sys.modules, "timm_ortho.bench", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert fails(capsys, "bench") == 'timm-ortho: error: bench needs tqdm: pip install "timm-ortho[lab]"\n'
+    assert error_of("bench") == 'timm-ortho: error: bench needs tqdm: pip install "timm-ortho[lab]"\n'
 
 
 @pytest.mark.slow
@@ -212,14 +202,14 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, capsys):
+def test_errors_of_the_operating_system_and_ctrl_c(tmp_path, monkeypatch, error_of):
     """For example a full disk."""
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
     monkeypatch.setattr("timm_ortho.lab.commands.report_on", full)
     expected = "timm-ortho: error: [Errno 28] No space left on device: 'report.html'\n"
-    assert fails(capsys, "study", "report", str(tmp_path)) == expected
+    assert error_of("study", "report", tmp_path) == expected
 
     def interrupted(*_):
         raise KeyboardInterrupt

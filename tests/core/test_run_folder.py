@@ -21,7 +21,7 @@ from helpers.tiny_study import (
 )
 from helpers.trained_runs import lab_grid, timm_run
 
-from timm_ortho import cli, sites
+from timm_ortho import sites
 from timm_ortho._text import UserError
 from timm_ortho._yaml import dump_yaml
 from timm_ortho.lab import commands as study
@@ -234,12 +234,11 @@ def of(*rows, top1=1.0):
     (dict(more=1), "it has an unknown key, or lacks one: 'more'"),
     (dict(job=2**22 * "a"), "it has more than 4,194,304 bytes"),
 ])
-def test_values_of_another_person_are_checked(copied, capsys, changes, reason):
+def test_values_of_another_person_are_checked(copied, error_of, changes, reason):
     folder = copied / "feature-seed0"
     change_run(folder, **changes)
     for command in (["show"], ["push", "--dry-run", "--output", str(copied / "out"), "me/x"]):
-        assert cli.main([command[0], str(folder), *command[1:]]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = error_of(command[0], folder, *command[1:])
         assert line.startswith(f"timm-ortho: error: {folder / 'run.json'} cannot be read (")
         assert reason in line
 

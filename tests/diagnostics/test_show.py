@@ -65,39 +65,34 @@ def test_every_source_that_push_accepts(run, tmp_path, capsys):
     assert capsys.readouterr().out != tables[0]
 
 
-def test_a_run_with_another_connection_and_a_folder_of_runs(run, tmp_path, capsys):
+def test_a_run_with_another_connection_and_a_folder_of_runs(run, tmp_path, capsys, error_of):
     assert cli.main(["show", "vit_small_linear", "--checkpoint", str(run / "last.pth.tar")]) == 0
     assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
     grid = lab_grid(tmp_path / "compared", seeds=1)
-    capsys.readouterr()
-    assert cli.main(["show", str(grid)]) == 2
-    assert "contains 2 runs: pass one of them" in capsys.readouterr().err
+    assert "contains 2 runs: pass one of them" in error_of("show", grid)
     Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
     assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
     assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
 
 
-def test_a_damaged_checkpoint(tmp_path, capsys):
-    (tmp_path / "g.safetensors").write_text("garbage")
-    assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be read as a checkpoint (")
-    assert error.count("\n") == 1
+def test_a_damaged_checkpoint(tmp_path, error_of):
+    file = tmp_path / "g.safetensors"
+    file.write_text("garbage")
+    error = error_of("show", "vit_test_ortho", "--checkpoint", file)
+    assert error.startswith(f"timm-ortho: error: {file} cannot be read as a checkpoint (")
 
 
-def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys):
+def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys, error_of):
     model, file = timm.create_model("vit_test_linear"), str(tmp_path / "both.pth.tar")
     weights = model.state_dict()
     torch.save({"state_dict": weights, "state_dict_ema": {key: 3 * value for key, value in weights.items()}}, file)
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file]) == 0
     assert capsys.readouterr().out == show.as_text(show.measured_sites(model, show.batch(model))) + "\n"
-    assert cli.main(["show", file]) == 2
-    error = capsys.readouterr().err
+    error = error_of("show", file)
     assert f"the model of {file} is unknown: the file contains no arguments" in error
     assert f"timm-ortho show MODEL --checkpoint {file}" in error
-    assert cli.main(["show", "vit_test_linear", "--checkpoint", file, "--ema"]) == 2
     expected = f"--ema needs a checkpoint with the options of its run, and {file} has none: omit --ema"
-    assert expected in capsys.readouterr().err
+    assert expected in error_of("show", "vit_test_linear", "--checkpoint", file, "--ema")
 
 
 def test_an_image_and_a_plot(tmp_path, capsys):
@@ -116,25 +111,24 @@ def test_an_image_and_a_plot(tmp_path, capsys):
     assert "runs/$\\frac$_1" in "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
 
 
-def test_a_grey_image_of_16_bits(tmp_path, capsys):
+def test_a_grey_image_of_16_bits(tmp_path, error_of):
     """Images with 16-bit values are refused, because Pillow clips the values to 255."""
     path = tmp_path / "g16.png"
     Image.new("I;16", (40, 30), 3000).save(path)
-    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
-    assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in capsys.readouterr().err
+    error = error_of("show", "vit_small_orthog", *TINY, "--image", path)
+    assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in error
 
 
-def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
+def test_an_image_that_pillow_refuses_as_too_large(tmp_path, error_of):
     """A PNG of a few kilobytes may have 60,000 x 60,000 pixels."""
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
     around = [(struct.pack(">I", len(data)), struct.pack(">I", zlib.crc32(name + data))) for name, data in chunks]
     packed = b"".join(a + name + data + z for (name, data), (a, z) in zip(chunks, around, strict=True))
     (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + packed)
-    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(tmp_path / "bomb.png")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_of("show", "vit_small_orthog", *TINY, "--image", tmp_path / "bomb.png")
     assert f"image {tmp_path / 'bomb.png'} cannot be used: Image size (3600000000 pixels) exceeds limit" in line
-    assert line.endswith("make the image smaller first")
+    assert line.endswith("make the image smaller first\n")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -156,11 +150,8 @@ def test_an_image_that_pillow_refuses_as_too_large(tmp_path, capsys):
     (["vit_test_ortho", "--model-kwargs", "checkpoint_path=/nowhere.pth"], "pass --checkpoint FILE instead of"),
     (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])
-def test_errors_of_show(arguments, message, capsys):
-    assert cli.main(["show", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""
+def test_errors_of_show(arguments, message, error_of):
+    assert message in error_of("show", *arguments)
 
 
 def test_a_model_without_connections():

@@ -44,13 +44,13 @@ def test_names_of_a_published_study_are_not_paths(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["../elsewhere/linear-seed0", "/elsewhere", ".."])
-def test_a_run_outside_of_the_study_is_refused(tmp_path, place, capsys):
+def test_a_run_outside_of_the_study_is_refused(tmp_path, place, error_of):
     values = {"settings": {}, "study": study_of("accuracy"), "left_out": [],
               "places": [{"run": place, "cell": {}, "connection": "linear", "seed": 0}]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
     for command in ("report", "status"):
-        assert cli.main(["study", command, str(tmp_path)]) == 2
-        assert f"has a run outside its folder, '{place}': correct the key 'places'" in capsys.readouterr().err
+        error = error_of("study", command, tmp_path)
+        assert f"has a run outside its folder, '{place}': correct the key 'places'" in error
 
 
 def test_a_stage_outside_of_the_run_is_refused(tmp_path):
@@ -96,7 +96,7 @@ def test_a_report_does_not_follow_the_links_of_its_folder(theirs, file):
 
 @pytest.mark.parametrize("name", [
     "figures", "figures/training.svg", "linear-seed0", "linear-seed0/run.json", "linear-seed0/switched"])
-def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, capsys):
+def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, error_of):
     victim = theirs.parent / "victim"
     (theirs / "figures").mkdir()
     if name.startswith("linear"):  # a folder that can be read as a run
@@ -104,10 +104,10 @@ def test_a_report_refuses_links_in_the_folders_of_plots_and_runs(theirs, name, c
             shutil.copy(path, victim)
     link(theirs / name, victim / ("run.json" if name.endswith("json") else "precious") if "." in name else victim)
     before = contents(theirs.parent)
-    assert cli.main(["study", "report", str(theirs)]) == 2
+    assert error_of("study", "report", theirs) == (
+        f"timm-ortho: error: {theirs / name} is a link, and nothing is written through links: replace it by what it "
+        "links to\n")
     assert contents(theirs.parent) == before
-    assert capsys.readouterr().err == (f"timm-ortho: error: {theirs / name} is a link, and nothing is written "
-                                       "through links: replace it by what it links to\n")
 
 
 @pytest.mark.parametrize("name", ["log.txt", "summary.csv", "records.jsonl", "probe.jsonl", "features.npy", ".lock"])
@@ -182,13 +182,13 @@ def test_own_files_have_no_aliases(tmp_path):
     ("linear-seed0/probe.jsonl", "{}\n", "it has an unknown key, or lacks one: 'epochs_done'"),
     ("linear-seed0/probe.jsonl", "[" * 200_000 + "\n", "RecursionError"),
     ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'")])
-def test_files_of_other_forms_are_refused_in_one_line(theirs, capsys, file, changes, reason):
+def test_files_of_other_forms_are_refused_in_one_line(theirs, error_of, file, changes, reason):
     text = changes
     if isinstance(changes, dict):
         text = yaml.safe_dump({**yaml.safe_load((theirs / file).read_text()), **changes})
     (theirs / file).write_text(text)
-    assert cli.main(["study", "report", str(theirs)]) == 2
-    assert re.fullmatch(f"timm-ortho: error: {theirs / file} cannot be read \\(.*{reason}.*\n", capsys.readouterr().err)
+    error = error_of("study", "report", theirs)
+    assert re.match(f"timm-ortho: error: {theirs / file} cannot be read \\(.*{reason}", error)
 
 
 @pytest.mark.parametrize(("content", "reason"), [
@@ -200,14 +200,14 @@ def test_files_of_other_forms_are_refused_in_one_line(theirs, capsys, file, chan
     (gzip.compress(b"epoch\n0\n", mtime=0), "KeyError: 'run'"),
     (gzip.compress(b"run,epoch\n0,0,0\n", mtime=0), "TypeError: the JSON object must be str"),
 ])
-def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, content, reason):
+def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, content, reason):
     values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
     published.write(tmp_path, values, runs)
     assert published.read(tmp_path)[1] == runs
     monkeypatch.setattr(published, "LARGEST", 1000)
     (tmp_path / "history.csv.gz").write_bytes(content)
-    assert cli.main(["study", "report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path / 'history.csv.gz'} cannot be read ({reason}" in capsys.readouterr().err
+    error = error_of("study", "report", tmp_path, "--output", tmp_path / "out")
+    assert f"{tmp_path / 'history.csv.gz'} cannot be read ({reason}" in error
 
 
 @pytest.mark.parametrize(("content", "reason"), [
@@ -215,13 +215,11 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, capsys, con
     ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "Error: "),
     ('{"study": {}, "runs": [], "recorded": {}}', "it.study has an unknown key, or lacks one: 'name'"),
     ("[" * 200_000, "RecursionError")])
-def test_results_that_are_damaged_or_foreign(tmp_path, capsys, content, reason):
+def test_results_that_are_damaged_or_foreign(tmp_path, error_of, content, reason):
     (tmp_path / "study.json").write_text(content)
-    assert cli.main(["study", "report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
+    error = error_of("study", "report", tmp_path, "--output", tmp_path / "out")
     assert error.startswith(f"timm-ortho: error: {tmp_path / 'study.json'} cannot be read (")
     assert reason in error
-    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,6 @@ import torch
 from helpers.tiny_study import compared, one_run, planned, request, written
 from PIL import Image
 
-from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
@@ -199,7 +198,7 @@ def test_shared_images_are_refused_when_train_py_starts(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------- the data set
-def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
+def test_data_dir_alone_is_an_image_folder(tmp_path, error_of):
     """--data-dir selects an image folder unless the command, the study or the recipe sets a data set."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
@@ -210,8 +209,7 @@ def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
     for arguments, message in [
             (["--recipe", "digits", "--data-dir", str(root)], "data set digits takes no --data-dir"),
             (["--data-dir", str(root), "-o", "dataset=torch/fashion_mnist"], "data set 'torch/fashion_mnist' ")]:
-        assert cli.main(["compare", *arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert message in error_of("compare", *arguments)
 
 
 def test_folder_keeps_its_runs_when_it_moves(tmp_path):
@@ -508,7 +506,7 @@ def test_small_images_are_read_once(tmp_path, monkeypatch):
             assert torch.equal(targets, expected_targets)
 
 
-def test_an_archive_is_not_a_folder(tmp_path, capsys):
+def test_an_archive_is_not_a_folder(tmp_path, error_of):
     (tmp_path / "images.zip").write_bytes(b"PK")
-    assert cli.main(["compare", "--data-dir", str(tmp_path / "images.zip")]) == 2
-    assert "images.zip is a file: unpack it, and pass the folder" in capsys.readouterr().err
+    error = error_of("compare", "--data-dir", tmp_path / "images.zip")
+    assert "images.zip is a file: unpack it, and pass the folder" in error

@@ -127,7 +127,7 @@ def test_a_value_that_contains_a_comma_can_be_selected():
     assert {variant.cell["layers"] for variant in picked} == {"0,1"}
 
 
-def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, capsys):
+def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, error_of):
     """The default data set does not replace the data set of the study or of its recipe."""
     own = written(tmp_path, options={"dataset": "torch/fashion_mnist", "data_dir": "nowhere"})
     with pytest.raises(LabError, match="'torch/fashion_mnist'"):
@@ -139,8 +139,7 @@ def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, capsys
     both = written(tmp_path, recipe=str(recipe), options={"dataset": "digits"})
     for found in (request(both), request(own, dataset="digits"), request(written(tmp_path))):
         assert {run.stages[0].options["dataset"] for run in plan.plan(found).runs.values()} == {"digits"}
-    assert cli.main(["study", "plan", "dynamics", "-o", "dataset=cifar10"]) == 2
-    assert "data set 'torch/cifar10' needs --data-dir" in capsys.readouterr().err
+    assert "data set 'torch/cifar10' needs --data-dir" in error_of("study", "plan", "dynamics", "-o", "dataset=cifar10")
 
 
 def test_paper_scale_uses_the_papers_recipe():

@@ -7,7 +7,7 @@ from helpers.tiny_study import STUDY, compared, one_run, planned, request, writt
 from PIL import Image
 from timm.data import IterableImageDataset
 
-from timm_ortho import CONNECTIONS, HybridConnection, cli
+from timm_ortho import CONNECTIONS, HybridConnection
 from timm_ortho._text import UserError
 from timm_ortho.lab import LabError, data
 from timm_ortho.lab.planning import design
@@ -90,21 +90,17 @@ def test_a_baseline_that_no_run_has(tmp_path, changes):
     (["report", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
     (["status", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
 ])
-def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
+def test_bad_commands(arguments, message, tmp_path, monkeypatch, error_of):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TIMM_DIR", raising=False)
-    assert cli.main(["study", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message in error_of("study", *arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, capsys):
+def test_scale_paper_looks_for_train_py_in_timm_dir(tmp_path, monkeypatch, error_of):
     monkeypatch.setenv("TIMM_DIR", str(tmp_path / "timm"))
-    assert cli.main(["study", "plan", "accuracy", "--scale", "paper", "--dataset", "cifar10", "--data-dir", "x"]) == 2
-    assert f"there is no {tmp_path / 'timm' / 'train.py'}: " in capsys.readouterr().err
+    error = error_of("study", "plan", "accuracy", "--scale", "paper", "--dataset", "cifar10", "--data-dir", "x")
+    assert f"there is no {tmp_path / 'timm' / 'train.py'}: " in error
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -192,6 +188,6 @@ def test_streamed_data_sets(tmp_path, monkeypatch):
     assert epochs == [0, 1]
 
 
-def test_pretrained_without_weights_names_the_option_weights(capsys):
-    assert cli.main(["compare", "--model", "deit_tiny_patch16_224", "--option", "pretrained=true"]) == 2
-    assert "remove pretrained, and start from a file with --weights FILE" in capsys.readouterr().err
+def test_pretrained_without_weights_names_the_option_weights(error_of):
+    error = error_of("compare", "--model", "deit_tiny_patch16_224", "--option", "pretrained=true")
+    assert "remove pretrained, and start from a file with --weights FILE" in error

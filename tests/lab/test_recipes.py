@@ -347,12 +347,9 @@ def test_recipe_list(capsys):
     assert "Idempotent-MR 97.59 ± 0.05" in rows["skipnet_svhn"][3]
 
 
-def test_unknown_recipe(capsys):
-    assert cli.main(["recipe", "vit_s_cifar-10"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("timm-ortho: error: there is no recipe 'vit_s_cifar-10'; did you mean 'vit_s_ci")
-    assert captured.err.count("\n") == 1
+def test_unknown_recipe(error_of):
+    error = error_of("recipe", "vit_s_cifar-10")
+    assert error.startswith("timm-ortho: error: there is no recipe 'vit_s_cifar-10'; did you mean 'vit_s_ci")
 
 
 # ----------------------------------------------------------------------------------------------- paper

@@ -157,27 +157,24 @@ def test_epochs_without_validation(unfinished, tmp_path):
     assert [(item["epochs"], len(item["history"])) for item in part.runs] == [(2, 1), (2, 1)]
 
 
-def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
+def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, error_of):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
             dict(epochs=3), dict(lr=0.5), dict(workers=3), dict(aa="rand-m9"), dict(hflip=0.0), dict(amp=True),
             dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
             dict(model_kwargs={**SMALL["model_kwargs"], "img_size": 16, "connection": "global"})]):
         hand = manual_run(folder, tmp_path / str(number), **changes)
-        assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-        assert f"error: {hand} (" in (errors := capsys.readouterr().err)
-        assert "matches no cell of this study" in errors
-        assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}" in errors
-    assert cli.main(["study", "report", str(hand)]) == 2
+        assert f"error: {hand} (" in (error := error_of("study", "report", folder, hand))
+        assert "matches no cell of this study" in error
+        assert ("global" in error) or f"; the most similar run differs in {next(iter(changes))}" in error
     assert ("has no study.yaml: use the --output of timm-ortho study or compare (study report adds runs of train.py to "
-            "it)") in capsys.readouterr().err
+            "it)") in error_of("study", "report", hand)
     for file, text, message in (
             ("args.yaml", "model: vit_small\n", "is no run of train.py, which has args.yaml (with model and seed)"),
             ("args.yaml", "model: vit_small\nseed: 1\n", "matches no cell"),
             ("summary.csv", "epoch,train_loss,lr\n0,1.0,0.001\n", "has epochs without eval_top1 in summary.csv")):
         (hand / file).write_text(text)
-        assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-        assert message in capsys.readouterr().err
+        assert message in error_of("study", "report", folder, hand)
 
 
 @pytest.mark.parametrize(("changes", "options", "setting"), [

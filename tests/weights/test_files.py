@@ -102,10 +102,10 @@ def overlay(**changes):
 
 
 # ------------------------------------------------------------------------------------------- weights
-def test_show_does_not_unpickle_a_checkpoint(tmp_path, capsys):
+def test_show_does_not_unpickle_a_checkpoint(tmp_path, error_of):
     with never_unpickled(tmp_path / "evil.pth") as path:
-        assert cli.main(["show", "vit_test_ortho", "--checkpoint", path]) == 2
-        assert f"timm-ortho: error: {path} {CALLS}" in capsys.readouterr().err
+        error = error_of("show", "vit_test_ortho", "--checkpoint", path)
+        assert error.startswith(f"timm-ortho: error: {path} {CALLS}")
 
 
 @pytest.mark.parametrize("changes", [{}, {"custom_load": True}, {"source": "timm"}])
@@ -147,13 +147,12 @@ def test_weights_at_a_url_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint_path", "pretrained"])
-def test_a_run_does_not_unpickle_weights_that_its_options_name(tmp_path, capsys, kind):
+def test_a_run_does_not_unpickle_weights_that_its_options_name(tmp_path, error_of, kind):
     folder = timm_run(tmp_path / "run")
     with never_unpickled(tmp_path / "evil.pth") as path:
         named = {"checkpoint_path": path} if kind == "checkpoint_path" else overlay(file=path)
         change(folder / "args.yaml", model_kwargs=named)
-        assert cli.main(["show", str(folder)]) == 2
-        assert f"got multiple values for keyword argument '{kind}'" in capsys.readouterr().err
+        assert f"got multiple values for keyword argument '{kind}'" in error_of("show", folder)
         with pytest.raises(UserError, match="got multiple values for keyword argument"):
             hub.export(folder, tmp_path / "out", "me/model")
 
@@ -376,21 +375,20 @@ NAMES = "names the module 'evil_module', whose code would run: if you trust it, 
 
 @pytest.mark.parametrize("command", [
     ["show", "{}/run"], ["push", "{}/run", "me/model", "--dry-run", "--output", "{}/o"]])
-def test_modules_of_a_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys, command):
+def test_modules_of_a_run_are_imported_only_if_the_user_names_them(tmp_path, module, error_of, command):
     """A module that the model does not need is not imported."""
     timm_run(tmp_path / "run", device_modules=["timm_ortho", "evil_module"])
     command = [word.format(tmp_path) for word in command]
     assert cli.main(command) == 0
     assert not module.exists()
     change(tmp_path / "run" / "args.yaml", model_kwargs={"connection": "evil"})
-    assert cli.main(command) == 2
-    assert f"option 'device_modules' of {tmp_path / 'run'} {NAMES}" in capsys.readouterr().err
+    assert f"option 'device_modules' of {tmp_path / 'run'} {NAMES}" in error_of(*command)
     assert not module.exists()
     assert cli.main([*command, "--device-modules", "evil_module"]) == 0
     assert module.exists()
 
 
-def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
+def test_one_module_may_be_text(tmp_path, monkeypatch, error_of):
     """The letters of the text are not modules."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "t.py").write_text("raise SystemExit('t.py was run')")
@@ -398,8 +396,7 @@ def test_one_module_may_be_text(tmp_path, monkeypatch, capsys):
     assert cli.main(["show", str(tmp_path / "run")]) == 0
     timm_run(tmp_path / "other", device_modules="evil_module")
     change(tmp_path / "other" / "args.yaml", model_kwargs={"connection": "evil"})
-    assert cli.main(["show", str(tmp_path / "other")]) == 2
-    assert NAMES in capsys.readouterr().err
+    assert NAMES in error_of("show", tmp_path / "other")
 
 
 def test_modules_of_a_planned_run_are_imported_only_if_the_user_names_them(tmp_path, module, capsys):
