@@ -2,7 +2,6 @@
 import copy
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import timm
 import torch
 from helpers.own_block import MyBlock, tokens
+from helpers.pages import blocks, text_of
 from torch import nn
 
 import timm_ortho
@@ -41,10 +41,7 @@ class Clipped(Connection):
 
 def write_examples(path, first, *others):
     """Write examples of the page into a module."""
-    page = ROOT / "docs" / "own_blocks.md"
-    if not page.exists():
-        pytest.skip("requires a checkout of the repository")
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    examples = blocks(text_of("own_blocks.md"))
     path.write_text("\n".join(examples[number] for number in (first, *others)))
 
 

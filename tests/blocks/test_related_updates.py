@@ -1,13 +1,12 @@
 """Sections of docs/own_blocks.md: comparison of the updates with formulas in float64, and a few training steps."""
 import copy
-import re
 import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers.pages import blocks, section
 from timm.optim import create_optimizer_v2
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -15,22 +14,14 @@ import timm_ortho
 from timm_ortho import sites
 
 pytestmark = pytest.mark.usefixtures("restored")
-PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "own_blocks.md"
 NAMES = ("rezero", "gated", "one_sided", "rotation", "delta")
 EPS = 1e-6
-
-
-def examples(section="Related updates"):
-    text = PAGE.read_text(encoding="utf-8").partition(f"## {section}")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
 def page(request, tmp_path):
     """Run the examples of a section of the page, by default "Related updates", and return their global variables."""
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
-    code = examples(getattr(request, "param", "Related updates"))
+    code = blocks(section("own_blocks.md", getattr(request, "param", "Related updates")))
     (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *code]))
     return runpy.run_path(str(tmp_path / "related.py"))
 

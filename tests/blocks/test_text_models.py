@@ -1,16 +1,15 @@
 """Text models of transformers: caches, generation, adapters, saving, compilers, and one-line errors."""
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.branches import branches
 from helpers.library_models import VIT
+from helpers.pages import blocks, text_of
 from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, made, tokens
 from torch import nn
 
-import timm_ortho
 from timm_ortho import (
     GlobalConnection,
     UnsupportedModelError,
@@ -22,7 +21,6 @@ from timm_ortho import (
 )
 from timm_ortho.blocks import spec_of, specs
 
-PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "text_models.md"
 QUICK = ("GPT-2", "GPT-NeoX", "Llama", "Mixtral", "BERT", "T5")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name.replace(",", "").replace(" ", "-"))
        for name in TEXT]  # pytest -k accepts neither commas nor spaces
@@ -45,28 +43,24 @@ def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
             torch.testing.assert_close(cached_logits(model, ids), expected, rtol=0, atol=atol)
     classes = dict.fromkeys(f"`{type(module).__name__}`" for module in model.modules() if spec_of(module))
     row = f"| {name} | {', '.join(classes)} | {', '.join(kinds)} |"
-    if PAGE.exists() and row not in PAGE.read_text(encoding="utf-8"):
+    if row not in text_of("text_models.md"):
         pytest.fail(f"add to docs/text_models.md:\n{row}", pytrace=False)
 
 
 def test_the_page_lists_every_model():
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
-    rows = re.findall(r"^\| (.+?) \| `", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| `", text_of("text_models.md"), re.MULTILINE)
     assert rows == list(TEXT), "docs/text_models.md and TEXT differ in their models or in the order"
 
 
 def test_the_snippets_of_the_page(monkeypatch, tmp_path):
     """Replace the download by a tiny model, and `feature` by `hybrid`, which has parameters for snippet 3 to load."""
     pytest.importorskip("transformers", minversion="5")
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+    code = "\n".join(blocks(text_of("text_models.md")))
     download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
     assert code.count(download) == 1
     names = {"tiny": made("GPT-2")}
-    exec(compile(code.replace(download, 'tiny, "hybrid"'), str(PAGE), "exec"), names)
+    exec(code.replace(download, 'tiny, "hybrid"'), names)
     with torch.no_grad():
         assert torch.equal(logits(names["loaded"], tokens()), logits(names["model"], tokens()))
 

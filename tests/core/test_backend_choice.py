@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import (
-    DEVICE,
-    DOUBLE,
-    EPS,
-    both,
-    inputs_with_gradients,
-    needs_triton,
-    tensors,
-    weight,
-)
+from helpers.kernel_cases import DEVICE, DOUBLE, EPS, both, inputs_with_gradients, needs_triton, tensors, weight
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 

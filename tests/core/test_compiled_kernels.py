@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.kernel_cases import (
-    EPS,
-    LAYOUTS,
-    inputs_with_gradients,
-    needs_triton,
-    tensors,
-    weight,
-)
+from helpers.kernel_cases import EPS, LAYOUTS, inputs_with_gradients, needs_triton, tensors, weight
 from helpers.parity import results
 from torch._dynamo.testing import EagerAndRecordGraphs
 

@@ -8,17 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.pickles import never_unpickled
-from helpers.tiny_study import (
-    change_run,
-    compared,
-    planned,
-    request,
-    result_of,
-    switching,
-    trained,
-    unfinish,
-    written,
-)
+from helpers.tiny_study import change_run, compared, planned, request, result_of, switching, trained, unfinish, written
 from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho import sites

@@ -1,11 +1,12 @@
 """A study whose runs take seconds, and functions that train these runs in the process of the test."""
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 import yaml
 
-from timm_ortho.lab import commands as study
+from timm_ortho.lab import commands as study, data
 from timm_ortho.lab.folder import Variant, history, read_lines
 from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import launcher, run
@@ -99,6 +100,15 @@ def only_run(request):
 def one_run(output, connection="feature", **options):
     """Plan one run of `timm-ortho compare` and return its folder."""
     return only_run(compared(output, [connection], **options))
+
+
+def training(folder=None, connection="linear", seed=0, **changes):
+    """Return the `Training` of a planned run, of digits or of a folder of images."""
+    changes |= {} if folder is None else dict(
+        data_dir=str(folder), dataset="", train_num_samples=None, val_num_samples=None)
+    (planned_run,) = plan.plan(compared("unused", [connection], [seed], **changes)).runs.values()
+    options = Namespace(**planned_run.stages[0].options)
+    return Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
 
 
 class Stop(Exception):

@@ -1,15 +1,6 @@
 """Test that failures of the Hub, the network and the cache are reported soon, in one line with the cause."""
 import pytest
-from helpers.hub_models import (
-    BY_NAME,
-    BY_PULL,
-    BY_TIMM,
-    NO_HUB,
-    NO_PAUSES,
-    SHORT_TIMEOUT,
-    check_refused,
-    fill_cache,
-)
+from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, NO_HUB, NO_PAUSES, SHORT_TIMEOUT, check_refused, fill_cache
 
 CONSTANTS = "constants = huggingface_hub.constants\n"
 NO_SERVER = CONSTANTS + """constants.ENDPOINT = "http://127.0.0.1:9"

@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_study import BATCHES, assert_same_run, compared, one_run, request, result_of, stopped, written
+from helpers.tiny_study import (
+    BATCHES,
+    assert_same_run,
+    compared,
+    one_run,
+    request,
+    result_of,
+    stopped,
+    training,
+    written,
+)
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
@@ -14,7 +24,7 @@ from timm_ortho import cli
 from timm_ortho.lab import LabError, augmentation, commands, data, device_images
 from timm_ortho.lab.folder import Variant
 from timm_ortho.lab.planning import plan
-from timm_ortho.lab.running import loop, run
+from timm_ortho.lab.running import run
 from timm_ortho.lab.train_options import DEVICE_OPTIONS
 from timm_ortho.run_folder import read_options
 
@@ -22,29 +32,6 @@ CPU = torch.device("cpu")
 EVERYTHING = dict(
     device_images=True, crop_padding=2, hflip=0.5, vflip=0.2, rand_augment=[3, 5], in_chans=3,
     color_jitter=[0.4, 0.4, 0.4, 0.1], reprob=0.3, mixup=0.4, cutmix=1.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Write class folders with 64 training and 16 validation images of 12 x 12 pixels."""
-    root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 32), ("val", 8)):
-        for label, low in (("bright", 16), ("dark", 0)):
-            (root / split / label).mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(low, low + 240, (12, 12, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / label / f"{index}.png")
-    return root
-
-
-def training(folder=None, connection="linear", seed=0, **changes):
-    """Return the `Training` of a planned run, of digits or of a folder of images."""
-    changes |= {} if folder is None else dict(
-        data_dir=str(folder), dataset="", train_num_samples=None, val_num_samples=None)
-    (planned_run,) = plan.plan(compared("unused", [connection], [seed], **changes)).runs.values()
-    options = Namespace(**planned_run.stages[0].options)
-    return loop.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
 
 
 def batches(one, epoch=0):
@@ -81,17 +68,17 @@ def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, step):
 
 
 # ---------------------------------------------------------------------------------------- the same images as a loader
-def test_validation_images_are_those_of_the_loader(folder):
+def test_validation_images_are_those_of_the_loader(class_folders):
     """Validation images are resized and normalised by timm's operations, so they are equal bit by bit."""
     options = dict(img_size=16, crop_pct=0.9, validation_batch_size=5)
-    here, there = (training(folder, device_images=on, **options) for on in (True, False))
+    here, there = (training(class_folders, device_images=on, **options) for on in (True, False))
     for (images, labels), (others, other_labels) in zip(here.eval_loader, there.eval_loader, strict=True):
         assert torch.equal(images, others)
         assert torch.equal(labels, other_labels)
 
 
-def test_without_augmentation_training_images_are_those_of_the_loader(folder):
-    here, there = (training(folder, device_images=on, no_aug=True, img_size=12, model_kwargs={"patch_size": 4})
+def test_without_augmentation_training_images_are_those_of_the_loader(class_folders):
+    here, there = (training(class_folders, device_images=on, no_aug=True, img_size=12, model_kwargs={"patch_size": 4})
                    for on in (True, False))
     seen = [torch.cat([torch.cat([images.flatten(1), labels[:, None]], 1) for images, labels in one.train_loader])
             for one in (here, there)]
@@ -107,12 +94,12 @@ def test_without_augmentation_training_images_are_those_of_the_loader(folder):
     dict(reprob=0.9, remode="pixel", recount=2),
     dict(mixup=0.4, cutmix=1.0),
 ], ids=["crop-flip", "jitter", "erasing", "erasing-pixel", "mixing"])
-def test_augmented_images_have_the_moments_of_the_loader(folder, options):
+def test_augmented_images_have_the_moments_of_the_loader(class_folders, options):
     """Means and variances agree within the variation between two samples of the loader."""
     options = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], train_interpolation="bilinear", color_jitter=0.0) | options
     measured = []
     for on, seed in ((True, 0), (False, 1), (False, 2)):
-        one = training(folder, device_images=on, seed=seed, img_size=16, in_chans=3, batch_size=64, **options)
+        one = training(class_folders, device_images=on, seed=seed, img_size=16, in_chans=3, batch_size=64, **options)
         images = torch.cat([batches(one, epoch)[0].flatten(0, 1) for epoch in range(8)])
         columns = images.mean((0, 2)), images.mean((0, 3))  # the distributions of the crop over rows and columns
         measured.append(torch.cat([images.mean((0, 2, 3)), images.var((0, 2, 3)), *map(torch.flatten, columns),
@@ -198,21 +185,21 @@ def test_the_augmentation_does_not_wait_for_its_device(device, changes):
 
 
 # ---------------------------------------------------------------------------------------------- sizes and bad images
-def test_smaller_images_are_stored_at_their_own_size(folder):
-    one = training(folder, device_images=True, img_size=16)
+def test_smaller_images_are_stored_at_their_own_size(class_folders):
+    one = training(class_folders, device_images=True, img_size=16)
     assert one.train_loader.stored()[0].shape == (64, 3, 12, 12)
     assert one.eval_loader.stored()[0].shape == (16, 3, 16, 16)
     assert batches(one)[0].shape[2:] == (3, 16, 16)
-    smaller = training(folder, device_images=True, img_size=8)
+    smaller = training(class_folders, device_images=True, img_size=8)
     assert smaller.train_loader.stored()[0].shape == (64, 3, 8, 8)
 
 
 @pytest.fixture
-def several(folder, tmp_path):
+def several(class_folders, tmp_path):
     """Copy the images, and enlarge one of them."""
     root = tmp_path / "several"
-    for path in folder.rglob("*.png"):
-        copy = root / path.relative_to(folder)
+    for path in class_folders.rglob("*.png"):
+        copy = root / path.relative_to(class_folders)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     Image.open(root / "train/dark/7.png").resize((20, 14)).save(root / "train/dark/7.png")

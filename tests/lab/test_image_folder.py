@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.pages import blocks, section, text_of
 from helpers.tiny_study import compared, one_run, planned, request, written
 from PIL import Image
 
@@ -20,7 +21,6 @@ from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
 from timm_ortho.run_folder import read_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
@@ -239,8 +239,7 @@ def tiny_imagenet(root):
 def test_the_commands_of_the_guide_sort_tiny_imagenet(tmp_path, dataset):
     root = tiny_imagenet(tmp_path / "DIR")
     refused("split .* of .*Tiny ImageNet's own layout: docs/your_own_data.md has", root, dataset=dataset)
-    section = PAGE.read_text().partition("## Tiny ImageNet")[2].partition("## ")[0]
-    commands, = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    commands, = blocks(section("your_own_data.md", "Tiny ImageNet"), "sh")
     subprocess.run(["bash", "-ec", commands], check=True, cwd=tmp_path)
     options = options_of(root, dataset=dataset)
     source = run.open_source(Namespace(**options))
@@ -252,7 +251,7 @@ def test_the_commands_of_the_guide_sort_tiny_imagenet(tmp_path, dataset):
 @pytest.mark.parametrize("table", [False, True])
 def test_images_without_splits_are_divided_by_the_script_of_the_guide(tmp_path, monkeypatch, table):
     image_folder(tmp_path, "IMAGES", count=10)
-    script, = re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("\n## Tiny")[0], re.DOTALL)
+    script, = blocks(text_of("your_own_data.md").partition("\n## Tiny")[0])
     if table:
         rows = [f"{path.relative_to(tmp_path / 'IMAGES')},{path.parts[-2]}\n" for path in tmp_path.rglob("*.png")]
         (tmp_path / "labels.csv").write_text("".join(["filename,label\n", *rows]))

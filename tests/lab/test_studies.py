@@ -3,11 +3,11 @@ import re
 from argparse import Namespace
 from functools import cache
 from itertools import takewhile
-from pathlib import Path
 
 import pytest
 import timm
 import torch
+from helpers.pages import blocks, section
 
 import timm_ortho
 from timm_ortho import cli
@@ -16,7 +16,6 @@ from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.reporting import layout, report
 from timm_ortho.lab.running import loop as train
 
-GUIDE = Path(timm_ortho.__file__).parents[1] / "docs" / "your_own_data.md"
 NAMES = sorted(study_file.shipped())
 
 
@@ -95,9 +94,9 @@ def test_branches_with_the_orthogonal_connection():
 
 
 def test_the_study_in_the_guide_runs_and_its_tables_have_all_keys(tmp_path):
-    guide = GUIDE.read_text(encoding="utf-8").partition("## Your own study")[2].partition("\n## ")[0]
+    guide = section("your_own_data.md", "Your own study")
     path = tmp_path / "depth.yaml"
-    path.write_text(guide.partition("```yaml\n")[2].partition("```")[0])
+    path.write_text(blocks(guide, "yaml")[0])
     planned = plan.plan(Request(design.load(str(path), "small"), {"device": "cpu"}))
     assert (len(planned.runs), report.layout_of(planned.study).measures) == (12, ["top1", "loss"])
     keys, of_report = ({name for row in re.findall("^[|] (`.*?) [|]", table, re.MULTILINE)

@@ -1,17 +1,15 @@
 """The script and the commands of docs/your_own_data.md that write SVHN's .mat files into class folders."""
-import re
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.pages import blocks, section
 from PIL import Image
 from scipy.io import savemat
 
-PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 COUNTS = {"train": 5, "extra": 4, "test": 7}  # images per class
 HELD_OUT = {"400": "2", "200": "1"}
 
@@ -19,11 +17,8 @@ HELD_OUT = {"400": "2", "200": "1"}
 @pytest.fixture
 def folder(tmp_path):
     """Run the script and the commands of the page with small files, where 2 and 1 images per class are held out."""
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
-    section = PAGE.read_text(encoding="utf-8").partition("## SVHN")[2].partition("\n## ")[0]
-    script, = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    commands, = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    text = section("your_own_data.md", "SVHN")
+    (script,), (commands,) = blocks(text), blocks(text, "sh")
     (tmp_path / "svhn.py").write_text(script, encoding="utf-8")
     for name, count in COUNTS.items():
         labels = np.random.default_rng(1).permutation(np.repeat(np.arange(1, 11), count))  # 10 is the digit 0

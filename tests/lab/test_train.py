@@ -26,9 +26,9 @@ from helpers.tiny_study import (
     stopped,
     switching,
     trained,
+    training,
     written,
 )
-from PIL import Image
 
 from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import Variant, read_lines
@@ -39,21 +39,6 @@ from timm_ortho.run_folder import CheckpointRun, read_history, read_options, rea
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory):
-    """Write train/ and val/ with class folders bright/ and dark/, 48 images in total. Return their parent folder."""
-    root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 16), ("val", 8)):
-        for label, low in (("bright", 16), ("dark", 0)):
-            folder = root / split / label
-            folder.mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(low, low + 240, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{index}.png")
-    return root
 
 
 def planned_options(**options):
@@ -121,11 +106,7 @@ def test_finished_runs_are_not_repeated(study, monkeypatch):
 # ------------------------------------------------------------------------------------------------ pairing
 def batches(connection, seed, **changes):
     """Return the initial weights of a run, and the batches of its first two epochs."""
-    experiment = plan.plan(compared("unused", [connection], [seed], **changes))
-    (planned_run,) = experiment.runs.values()
-    options = Namespace(**planned_run.stages[0].options)
-    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
-    seen = []
+    one, seen = training(connection=connection, seed=seed, **changes), []
     forward = one.model.forward
     one.forward = one.model
     one.model.forward = lambda x: (seen.append(x.clone()), forward(x))[1]
@@ -379,11 +360,9 @@ def test_digits_are_split_by_class_and_without_overlap():
 @pytest.mark.parametrize(("changes", "channels"), [
     ({}, 1), ({"in_chans": 3}, 3), ({"input_img_mode": "RGB"}, 3), ({"in_chans": 1}, 1)])
 def test_grey_images_have_the_channels_of_the_model(changes, channels):
-    options = planned_options(**changes)
-    source = data.open_source(options)
-    assert (options.in_chans, options.num_classes) == (source.in_chans, source.num_classes) == (channels, 10)
-    (planned_run,) = plan.plan(compared("unused", ["linear"], **changes)).runs.values()
-    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, options)
+    one = training(**changes)
+    source = data.open_source(one.options)
+    assert (one.options.in_chans, one.options.num_classes) == (source.in_chans, source.num_classes) == (channels, 10)
     assert next(iter(one.train_loader))[0].shape == (16, channels, 16, 16)
 
 
@@ -402,9 +381,9 @@ def test_grey_images_have_the_size_of_the_model(model):
 
 
 @pytest.mark.parametrize("changes", [{}, {"dataset": ""}], ids=["digits", "folder"])
-def test_fewer_images_are_evenly_spaced(images, changes):
+def test_fewer_images_are_evenly_spaced(class_folders, changes):
     """Subsets are evenly spaced, because the first images of a folder all have the same class."""
-    changes = {"batch_size": 8, **changes, **({"data_dir": str(images)} if changes else {})}
+    changes = {"batch_size": 8, **changes, **({"data_dir": str(class_folders)} if changes else {})}
     whole = data.open_source(planned_options(**changes, **WHOLE))
     part = data.open_source(planned_options(**changes, train_num_samples=8, val_num_samples=1000))
     assert (len(part.train), len(part.validation)) == (8, len(whole.validation))
@@ -414,8 +393,8 @@ def test_fewer_images_are_evenly_spaced(images, changes):
         assert part.train[index] == whole.train[int(index * step)]
 
 
-def test_held_out_images_are_excluded_from_training(images):
-    options = planned_options(dataset="", data_dir=str(images), **WHOLE)
+def test_held_out_images_are_excluded_from_training(class_folders):
+    options = planned_options(dataset="", data_dir=str(class_folders), **WHOLE)
     whole = data.open_source(options)
     source = data.open_source(options, hold_out=4)
     train_on, held_out = ([part.index.tolist() for part in (source.train, source.validation)])
@@ -445,10 +424,7 @@ def test_hold_out_of_a_study(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------- memory format, precision
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_last(channels_last):
-    changes = dict(channels_last=channels_last, in_chans=3)
-    (planned_run,) = plan.plan(compared("unused", ["linear"], **changes)).runs.values()
-    options = planned_options(**changes)
-    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
+    one = training(channels_last=channels_last, in_chans=3)
     for tensor in (one.model.patch_embed.proj.weight, one.model.patch_embed.proj(next(iter(one.train_loader))[0])):
         assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
 

@@ -8,14 +8,7 @@ import timm
 import torch
 from helpers.host_comparison import compare_with_host, model_on_meta
 from timm.layers import GroupNorm1
-from timm.models import (
-    MetaFormer,
-    MlpMixer,
-    build_model_with_cfg,
-    get_pretrained_cfg,
-    list_models,
-    model_entrypoint,
-)
+from timm.models import MetaFormer, MlpMixer, build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
 
 import timm_ortho
 from timm_ortho import sites

@@ -1,19 +1,18 @@
 """Opacus computes gradients per sample; the lines in docs/neighbours.md add the gradients of hybrid connections."""
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import timm
 import torch
 from helpers.own_block import Written
+from helpers.pages import text_of
 from torch import nn
 
 import timm_ortho
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 opacus = pytest.importorskip("opacus")
-PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
 
 
 def blocks():
@@ -45,11 +44,9 @@ def test_a_vit_needs_no_sampler(connection):
 
 @mock.patch.dict(opacus.GradSampleModule.GRAD_SAMPLERS)
 def test_the_lines_of_the_page():
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
     model, inputs = blocks(), torch.randn(3, 5, 8)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'f'"):  # else, no sampler is needed
         assert_gradients_of_samples(model, inputs)
-    lines, = re.findall(r"^(from opacus.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines, = re.findall(r"^(from opacus.*?)^```", text_of("neighbours.md"), re.DOTALL | re.MULTILINE)
     exec(lines, {"timm_ortho": timm_ortho})
     assert_gradients_of_samples(blocks(), inputs)

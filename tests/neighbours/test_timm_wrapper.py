@@ -1,12 +1,12 @@
 """Exported folders in transformers: TimmWrapper, pipelines, backbones, and the error without `import timm_ortho`."""
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from helpers.pages import text_of
 from PIL import Image
 from timm.data import create_transform
 from torch.testing import assert_close as same
@@ -115,7 +115,5 @@ for load in (lambda folder: timm.create_model("local-dir:" + folder),
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["RuntimeError:", "ImportError:", "ImportError:"], done.stderr
     assert all("vit_small_ortho.import_timm_ortho" in line for line in lines)
-    page = Path(__file__).parents[2] / "docs" / "hub.md"
-    if page.exists():
-        quoted = page.read_text(encoding="utf-8")
-        assert all(line.partition(" (1.")[0].replace("vit_small", "vit_base") in quoted for line in lines)
+    quoted = text_of("hub.md")
+    assert all(line.partition(" (1.")[0].replace("vit_small", "vit_base") in quoted for line in lines)

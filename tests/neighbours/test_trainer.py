@@ -1,15 +1,14 @@
 """The Trainer of Hugging Face: the lines in docs/neighbours.md exclude the parameters of connections from decay."""
 import re
-from pathlib import Path
 
 import pytest
+from helpers.pages import text_of
 
 import timm_ortho  # noqa: F401  registers the variants
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
-PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
 VIT = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
 
 
@@ -27,10 +26,8 @@ def decayed(trainer_class, folder):
 
 
 def test_learned_connections_are_not_decayed(tmp_path):
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
     namespace = {"transformers": transformers}
-    lines, = re.findall(r"^(class Trainer\(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines, = re.findall(r"^(class Trainer\(.*?)^```", text_of("neighbours.md"), re.DOTALL | re.MULTILINE)
     exec(lines, namespace)
     without, with_lines = (decayed(cls, tmp_path) for cls in (transformers.Trainer, namespace["Trainer"]))
     learned = {f"timm_model.blocks.0.connection_{kind}.{name}" for kind in ("attention", "mlp")

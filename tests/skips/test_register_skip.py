@@ -1,20 +1,17 @@
 """Transforms of the user: the examples of docs/transformations.md, their registration, and errors."""
 import json
-import re
 import runpy
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import timm
 import torch
+from helpers.pages import blocks, section
 from torch import nn
 
 import timm_ortho
 from timm_ortho import SKIPS, connect, connection_arguments, create_skip, hub, register_skip, sites
 from timm_ortho.lab.rewrites import SkipRewriteError, absorb, diagonalise
-
-PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "transformations.md"
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +23,7 @@ def restored():
 @pytest.fixture
 def page(tmp_path):
     """Run the example of the page, and return its names."""
-    if not PAGE.exists():
-        pytest.skip("requires a checkout of the repository")
-    text = PAGE.read_text(encoding="utf-8")
-    example, = re.findall(r"## Your own transformation.*?```python\n(.*?)```", text, re.DOTALL)
+    example = blocks(section("transformations.md", "Your own transformation"))[0]
     (tmp_path / "mine.py").write_text(f"import timm\nimport timm_ortho\nimport torch\n{example}", encoding="utf-8")
     return runpy.run_path(str(tmp_path / "mine.py"))
 
