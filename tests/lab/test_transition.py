@@ -36,39 +36,30 @@ def test_flat_traces_have_no_transition():
     assert transition_point(np.ones((3, STEPS)), np.ones((3, STEPS))) is None
 
 
-def test_a_small_offset_of_every_seed_is_not_a_transition():
-    linear = rise(0, 0)
-    assert transition_point(linear, linear + 5) is None  # 5 % of the traces' height
-    assert transition_point(linear, linear + 20) == 0
+AT = np.arange(STEPS)
+DIFFERENCES = {
+    "a small offset of every seed, 5 % of the traces' height": (5, None),
+    "a large offset": (20, 0),
+    "an offset whose sign depends on the seed": (np.array([[60.0], [-50.0], [80.0]]), None),
+    "a later crossing does not hide the transition": (40 * np.cos(AT * np.pi / STEPS), 0),  # from 40 through 0 to -40
+    "a temporary difference": (np.where((AT > 40) & (AT < 80), 50.0, 0.0), None),
+    "the last steps alone": (np.where(AT >= 185, 50.0, 0.0), None),
+    "the last steps": (np.where(AT >= 170, 50.0, 0.0), 170),
+}
 
 
-def test_an_offset_whose_sign_depends_on_the_seed_is_not_a_transition():
-    linear = rise(0, 0)
-    assert transition_point(linear, linear + np.array([[60.0], [-50.0], [80.0]])) is None
-    assert transition_point(linear[:1], linear[:1] + 60) == 0  # a single pair has no variance
+@pytest.mark.parametrize(("difference", "step"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_differences_from_one_trace(difference, step):
+    assert transition_point(rise(0, 0), rise(0, 0) + difference) == step
+
+
+def test_a_single_pair_has_no_variance():
+    assert transition_point(rise(0, 0, seeds=1), rise(0, 0, seeds=1) + 60) == 0
 
 
 def test_runs_are_paired_by_seed():
     base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # seeds differ more than connections do
     assert transition_point(base, base + 4 * np.clip(np.arange(STEPS) - 50, 0, None)) == pytest.approx(69, abs=5)
-
-
-def test_a_later_crossing_does_not_hide_the_transition():
-    linear = rise(0, 0)
-    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # from 40 through 0 to -40
-    assert transition_point(linear, linear + difference) == 0
-
-
-def test_a_temporary_difference_is_not_a_transition():
-    linear = rise(0, 0)
-    bump = np.where((np.arange(STEPS) > 40) & (np.arange(STEPS) < 80), 50.0, 0.0)
-    assert transition_point(linear, linear + bump) is None
-
-
-def test_a_difference_in_the_last_steps_alone_is_not_a_transition():
-    linear = rise(0, 0)
-    assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 185, 50.0, 0.0)) is None
-    assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 170, 50.0, 0.0)) == 170
 
 
 def test_a_run_that_diverged():
