@@ -24,12 +24,6 @@ def isotropic(dimension, width=None):
 
 
 # ------------------------------------------------------------------------------------------- known values
-def test_a_rank_1_covariance_has_effective_rank_1():
-    line = randn(100, 1) @ randn(1, 7) + randn(7)  # points on a line that does not contain the origin
-    assert representation.spectral_entropy(line) == pytest.approx(0, abs=1e-10)
-    assert representation.effective_rank(line) == pytest.approx(1, abs=1e-10)
-
-
 @pytest.mark.parametrize("dimension", [1, 2, 5, 64])
 def test_an_isotropic_covariance_has_its_dimension(dimension):
     for features in (isotropic(dimension), isotropic(dimension, width=100) @ orthogonal(100).float() + 3):
@@ -58,15 +52,11 @@ def test_feature_std():
     assert representation.feature_std(randn(40, 9)) == pytest.approx(randn(40, 9).std(0).mean().item())
 
 
-def test_cka_of_a_representation_with_itself_is_1():
-    x = randn(30, 8)
-    assert representation.linear_cka(x, x) == pytest.approx(1)
-
-
 def test_cka_is_invariant_to_rotation_scale_and_offset():
     x, y = randn(30, 8), randn(30, 5, seed=1)
     expected = representation.linear_cka(x, y)
     assert 0 < expected < 1
+    assert representation.linear_cka(x, x) == pytest.approx(1)
     assert representation.linear_cka(y, x) == pytest.approx(expected)
     assert representation.linear_cka(x @ orthogonal(8) * 3 + 1, y @ orthogonal(5) * 0.1 - 4) == pytest.approx(expected)
     stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # CKA is not invariant to this linear map
