@@ -133,14 +133,6 @@ def names(model):
     return [site.connection.name for site in sites(model)]
 
 
-def test_hybrid_follows_device_and_dtype():
-    model = connect(build("Block").double(), "hybrid")
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    with torch.device("meta"):
-        model = connect(tiny_vit(), "hybrid")
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-
-
 def decayed(model, **options):
     """Return the names of the parameters to which timm's optimizers apply weight decay."""
     names = {parameter: name for name, parameter in model.named_parameters()}
