@@ -136,7 +136,9 @@ def arguments_of(command):
 def test_commands_are_parsed():
     """Every option, study, recipe and script that a command names exists."""
     parser, options = cli._parser(), known_options()
-    for command in itertools.chain(*map(commands, BY_HAND)):
+    found = list(itertools.chain(*map(commands, BY_HAND)))
+    assert sum(arguments_of(command) is not None for command in found) > 30
+    for command in found:
         arguments = arguments_of(command)
         if arguments and arguments[0] != "run" and "--help" not in arguments:
             parsed = vars(parser.parse_args(arguments))
@@ -150,13 +152,6 @@ def test_commands_are_parsed():
                 *options, *(name.removeprefix("no_") for name in options)}, command
         for script in re.findall(r"\b((?:scripts|tests)/[\w./]+)", command):
             assert (ROOT / script).is_file(), command
-
-
-def test_commands_are_extracted():
-    assert arguments_of('pip install -e ".[lab]" && timm-ortho compare') == ["compare"]
-    matches = [arguments_of(command) for path in BY_HAND for command in commands(path)]
-    assert sum(arguments is not None for arguments in matches) > 30
-    assert any(arguments[:2] == ["run", "validate.py"] for arguments in matches if arguments)
 
 
 # ------------------------------------------------------------------------------------------------------ snippets
