@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.allocations import Allocations
-from helpers.kernel_cases import both
+from helpers.kernel_cases import both, nhwc
 from helpers.oracle import truth
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import gradcheck, gradgradcheck
@@ -159,18 +159,14 @@ def test_a_stream_of_300_stays_finite(dtype, dim, autocast, size):
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
 
 
-def channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
-
-
 def channels_first_seen_as_last(x):
     return x.movedim(-1, 1).contiguous().movedim(1, -1)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
 @pytest.mark.parametrize(("stream", "branch", "dim"), [
-    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is a transposed tensor of tokens
-    (channels_last, torch.Tensor.contiguous, 1),
+    (torch.Tensor.contiguous, nhwc, 1),  # NextViT: the branch output is a transposed tensor of tokens
+    (nhwc, torch.Tensor.contiguous, 1),
     (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: the branch output comes from windows
 ], ids=["NCHW", "channels-last", "NCHW seen as NHWC"])
 def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how):

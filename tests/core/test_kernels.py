@@ -17,6 +17,7 @@ from helpers.kernel_cases import (
     kernels,
     layouts,
     needs_triton,
+    nhwc,
     tensors,
     weight,
 )
@@ -56,10 +57,6 @@ def test_offsets_in_a_sample_fit_32_bits():
     for inner, expected in ((2**20 - 1, True), (2**20, False)):
         x = torch.empty(2, 2048, inner, device="meta")
         assert (kernels.view_of(x, x, [1]) is not None) is expected
-
-
-def nhwc(t):
-    return t.contiguous(memory_format=torch.channels_last)
 
 
 # ------------------------------------------------------------------------------------------------ determinism

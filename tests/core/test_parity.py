@@ -21,6 +21,7 @@ from helpers.kernel_cases import (
     both,
     layouts,
     needs_triton,
+    nhwc,
     tensors,
     weight,
 )
@@ -34,24 +35,6 @@ from timm_ortho.functional import residual_update, use_backend
 
 pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
 CPU = torch.device("cpu")
-
-
-# ------------------------------------------------------------------------------------------------- the oracle
-def test_the_oracle_against_a_loop_over_numbers():
-    x, f = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
-    y = truth(x, f, 0.3, 0.7, [0, 2], 0.5)
-    for j in range(3):
-        positions = [(i, k) for i in range(2) for k in range(4)]
-        s = sum(x[i, j, k] * f[i, j, k] for i, k in positions) / (sum(x[i, j, k] ** 2 for i, k in positions) + 0.5)
-        for i, k in positions:
-            parallel = s * x[i, j, k]
-            torch.testing.assert_close(y[i, j, k], x[i, j, k] + 0.3 * parallel + 0.7 * (f[i, j, k] - parallel))
-
-
-def test_the_gradients_of_the_oracle_against_finite_differences():
-    x, f = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
-    inputs = [t.requires_grad_() for t in (x, f, *torch.tensor([0.3, 0.7], dtype=torch.float64).unbind())]
-    assert torch.autograd.gradcheck(lambda x, f, a, b: truth(x, f, a, b, [0, 2], 0.5), inputs)
 
 
 # ----------------------------------------------------------------------------------- random cases of the update
@@ -140,10 +123,6 @@ def test_gradients_of_some_inputs(backend, layout):
     for needed in ("x", "f", "a", "b", "xa", "fb") if backend == "torch" else ("x", "f"):
         weights = tuple(name if name in needed else value for name, value in (("a", 0.0), ("b", 1.0)))
         check_case(backend, *LAYOUTS[layout], weights=weights, needed=needed)
-
-
-def nhwc(t):
-    return t.contiguous(memory_format=torch.channels_last)
 
 
 def swapped(t):

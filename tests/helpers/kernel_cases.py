@@ -28,6 +28,10 @@ def weight(value, dtype=SINGLE):
     return torch.tensor(0.625, dtype=dtype, device=DEVICE) if isinstance(value, str) else value
 
 
+def nhwc(t):
+    return t.contiguous(memory_format=torch.channels_last)
+
+
 def inputs_with_gradients(shape=(3, 5, 20)):
     x, f, _ = tensors(shape)
     return x.requires_grad_(), f.requires_grad_()
