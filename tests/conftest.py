@@ -3,6 +3,7 @@
 This file runs before the tests are imported.
 """
 import os
+import shutil
 
 # Tests and the processes that they start use one thread. A second thread slows down operations on small tensors. It
 # also changes the rounding of sums, which some tests compare across processes.
@@ -48,6 +49,19 @@ def server(served):
 @pytest.fixture
 def client(served):
     return served[1]
+
+
+@pytest.fixture(scope="session")
+def grid(tmp_path_factory):
+    """Return a folder of the finished runs of two connections and three seeds. Tests must not change it."""
+    from helpers.trained_runs import lab_grid  # imports timm
+
+    return lab_grid(tmp_path_factory.mktemp("grid") / "compared")
+
+
+@pytest.fixture
+def copied(grid, tmp_path):
+    return shutil.copytree(grid, tmp_path / "compared")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Test reading training runs from their folders."""
 import math
-import shutil
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch
 from helpers.pickles import never_unpickled
 from helpers.tiny_study import change_run, compared, planned, request, result_of, switching, trained, unfinish, written
-from helpers.trained_runs import lab_grid, timm_run
+from helpers.trained_runs import timm_run
 
 from timm_ortho import sites
 from timm_ortho._text import UserError
@@ -18,16 +17,6 @@ from timm_ortho.lab import commands as study
 from timm_ortho.lab.image_folder import class_names
 from timm_ortho.run_folder import CheckpointRun, RunError, read_history, run_model
 from timm_ortho.weights.files import load_checkpoint
-
-
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory):
-    return lab_grid(tmp_path_factory.mktemp("grid") / "compared", seeds=2)
-
-
-@pytest.fixture
-def copied(grid, tmp_path):
-    return shutil.copytree(grid, tmp_path / "compared")
 
 
 @pytest.mark.parametrize("allowed", [[], [Namespace]])
@@ -96,7 +85,7 @@ def test_wrong_paths(grid, copied, tmp_path):
         return str(error.value)
 
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
-    assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
+    assert message(grid) == f"{grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
     assert "has no EMA weights: use its plain weights" in message(grid / "feature-seed0", True)
     unfinish(copied / "feature-seed1")

@@ -39,6 +39,7 @@ scales:
 """
 SMALL = yaml.safe_load(STUDY)["scales"]["smoke"]["options"]
 BATCHES = 4  # per epoch
+STAND_IN = Path(__file__).with_name("stand_in_train.py")
 TIMED = ("seconds", "images_per_second", "peak_memory")
 
 

@@ -1,7 +1,6 @@
-"""Fixtures for the tests of the Hub: saved small models, a mock Hub that has them, and trained runs."""
+"""Fixtures for the tests of the Hub: saved small models, and a mock Hub that has them."""
 import pytest
 from helpers.hub_models import saved_models
-from helpers.trained_runs import lab_grid
 
 
 @pytest.fixture(scope="session")
@@ -16,9 +15,3 @@ def hub(server, saved):
     for repo_id, (files, _, _) in saved.items():
         server.commit(repo_id, files)
     return server
-
-
-@pytest.fixture(scope="session")
-def grid(tmp_path_factory):
-    """Return a folder of finished runs. Tests must not change it."""
-    return lab_grid(tmp_path_factory.mktemp("grid") / "compared")

@@ -2,7 +2,6 @@
 import csv
 import json
 import re
-import shutil
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -26,11 +25,6 @@ SUBJECT = Subject("digits", CONFIG, 12345, "me/digits", license="apache-2.0")
 
 def connected(**arguments):
     return replace(SUBJECT, config={**CONFIG, "model_args": arguments})
-
-
-@pytest.fixture
-def copied(grid, tmp_path):
-    return shutil.copytree(grid, tmp_path / "compared")
 
 
 def read(path):

@@ -1,13 +1,12 @@
 """lab/device_images.py: images that are decoded once, and augmented in batches."""
 from argparse import Namespace
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.tiny_study import (
     BATCHES,
+    STAND_IN,
     assert_same_run,
     compared,
     one_run,
@@ -294,6 +293,5 @@ def test_runs_with_a_loader_have_none_of_the_options(tmp_path, requested):
 
 
 def test_train_py_loads_its_own_images(tmp_path):
-    script = Path(find_spec("helpers").submodule_search_locations[0]) / "stand_in_train.py"
     with pytest.raises(LabError, match=r"train.py loads its own images: remove --device-images or --train-py"):
-        plan.plan(request(written(tmp_path), train_py=script, device_images=True))
+        plan.plan(request(written(tmp_path), train_py=STAND_IN, device_images=True))

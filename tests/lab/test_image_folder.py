@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import blocks, section, text_of
-from helpers.tiny_study import compared, one_run, planned, request, written
+from helpers.tiny_study import STAND_IN, compared, one_run, planned, request, written
 from PIL import Image
 
 from timm_ortho.lab import LabError, commands, data
@@ -21,7 +21,6 @@ from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
 from timm_ortho.run_folder import read_run
 
-STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 

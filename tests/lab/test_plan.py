@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from helpers.tiny_study import SMALL, STUDY, change_run, compared, one_run, planned, request, written
+from helpers.tiny_study import SMALL, STAND_IN, STUDY, change_run, compared, one_run, planned, request, written
 
 from timm_ortho import cli
 from timm_ortho._images import data_config
@@ -16,8 +16,6 @@ from timm_ortho.lab.planning.request import Request
 from timm_ortho.lab.running import launcher
 from timm_ortho.lab.train_options import defaults
 from timm_ortho.run_folder import read_options
-
-STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 
 
 # ------------------------------------------------------------------------------------------ cells and runs

@@ -6,7 +6,6 @@ import random
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -199,19 +198,14 @@ def test_the_model_of_a_recipe_is_orthogonal():
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_compare_trains_with_a_recipe_of_the_paper(tmp_path, monkeypatch):
+def test_compare_trains_with_a_recipe_of_the_paper(tmp_path, monkeypatch, class_folders):
     """Train with RandAugment, colour jitter as a list, MixUp, CutMix and erasing.
 
     The learning rate rises at every update of the warm-up.
     """
     in_this_process(monkeypatch)
-    generator = np.random.default_rng(0)
-    for index in range(24):
-        folder = tmp_path / "images" / ("train" if index < 16 else "val") / str(index % 2)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 255, (32, 32, 3)).astype(np.uint8)).save(folder / f"{index}.png")
     assert cli.main([
-        "compare", "--recipe", "vit_s_tiny_imagenet", "--data-dir", str(tmp_path / "images"), "--output",
+        "compare", "--recipe", "vit_s_tiny_imagenet", "--data-dir", str(class_folders), "--output",
         str(tmp_path / "out"), "--connections", "feature", "--seeds", "1", "--epochs", "1", "-b", "8", "-j", "0",
         "--device", "cpu", "-o", "num_classes=2", "--model-kwargs", "depth=1", "embed_dim=12", "num_heads=2"]) == 0
     [summary] = (tmp_path / "out").rglob("summary.csv")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.tiny_study import SMALL, TIMED, only_run, planned, request, state, unfinish, written
+from helpers.tiny_study import SMALL, STAND_IN, TIMED, only_run, planned, request, state, unfinish, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, folder as folders
@@ -17,7 +17,6 @@ from timm_ortho.lab.running import launcher, run, timm_script as train_py
 from timm_ortho.run_folder import read_options, read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # the mock does not read data
 
 
