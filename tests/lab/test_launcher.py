@@ -161,19 +161,6 @@ def test_the_state_of_a_run_whose_lock_cannot_be_tried(tmp_path, monkeypatch, er
         pass
 
 
-def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
-    class NoWait(folders.FileLock):
-        def acquire(self, timeout=None, **arguments):
-            return super().acquire(0, **arguments)
-
-    folder = one_run(tmp_path / "out")
-    change_run(folder, sessions=[{"pid": 17, "host": "elsewhere"}])
-    with folders.work_on(folder):
-        monkeypatch.setattr(folders, "FileLock", NoWait)
-        with pytest.raises(LabError, match=r"process trains .*feature-seed0 \(process 17 on host elsewhere\): wait"):
-            run.run(folder)
-
-
 # ------------------------------------------------------------------------------------------------ progress
 def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launcher, "local", lambda *_: {})
