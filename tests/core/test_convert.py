@@ -331,6 +331,8 @@ def unchanged(model, *args, **kwargs):
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["unknown argument of connection 'hybrid': 'prob'"]),
+    ({"connection": "global", "groups": 6}, ["unknown argument of connection 'global': 'groups'"]),
+    ({"groups": 2.0}, ["groups must be a whole number of at least 1, got 2.0"]),
 ])
 def test_bad_arguments_of_connect(kwargs, words):
     for model in (build("Block"), connect(build("Block"), "global")):
