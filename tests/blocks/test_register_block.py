@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers.own_block import MyBlock, Written, tokens
+from helpers.own_block import MyBlock, Single, Written, tokens
 from torch import nn
 
 import timm_ortho
@@ -153,17 +153,13 @@ def test_a_loop_may_run_zero_times():
 
 
 def test_a_cell_that_registers_a_class_again():
-    class Block(MyBlock):
-        def forward(self, x):
-            return x + self.f(x)
-
     for _ in range(2):
-        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=lambda block: block.f.out_features)
-    assert connect(Block(), skip="scaled").connection_mlp.skip.width == 8
-    timm_ortho.register_block(Block, stream="x", kinds=("mlp",), width=4)
-    assert connect(Block(), skip="scaled").connection_mlp.skip.width == 4
+        timm_ortho.register_block(Single, stream="x", kinds=("mlp",), width=lambda block: block.f.out_features)
+    assert connect(Single(), skip="scaled").connection_mlp.skip.width == 8
+    timm_ortho.register_block(Single, stream="x", kinds=("mlp",), width=4)
+    assert connect(Single(), skip="scaled").connection_mlp.skip.width == 4
     with pytest.raises(ValueError, match=r"already registered with stream='x', kinds=\('mlp',\): connect without"):
-        timm_ortho.register_block(Block, stream="y", kinds=("conv",))
+        timm_ortho.register_block(Single, stream="y", kinds=("conv",))
 
 
 def test_a_class_that_is_defined_again_needs_its_own_registration():

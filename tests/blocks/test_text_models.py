@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.branches import branches
 from helpers.library_models import VIT
+from helpers.own_block import Single
 from helpers.pages import blocks, text_of
 from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, made, tokens
 from torch import nn
@@ -115,25 +116,14 @@ def test_the_image_encoder_of_a_vision_language_model_may_have_global():
     assert {site.connection.name: "vision" in site.name for site in sites(model)} == {"global": True, "linear": False}
 
 
-class Decoder(nn.Module):
-    """A user's causal block."""
-
-    def __init__(self):
-        super().__init__()
-        self.f = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.f(x)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_block_that_is_registered_as_causal(restored, causal):
-    register_block(Decoder, stream="x", kinds=["mlp"], causal=causal)
-    model = nn.Sequential(Decoder())
+    register_block(Single, stream="x", kinds=["mlp"], causal=causal)
+    model = nn.Sequential(Single())
     if causal:
         with pytest.raises(ValueError, match=r"0 is a .*causal.*: use 'feature'"):
             connect(model, "global")
-        assert type(model[0]) is Decoder
+        assert type(model[0]) is Single
     else:
         connect(model, "global")
     assert len(sites(connect(model, "feature"))) == 1

@@ -15,6 +15,17 @@ class MyBlock(nn.Module):
         return x + self.g(x)
 
 
+class Single(nn.Module):
+    """A block with one addition."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+
 class Written(nn.Module):
     """A block that creates and calls a connection in its own code."""
 

@@ -1,13 +1,12 @@
 """Test model cards, whose metrics come from the files of a run."""
 import csv
-import json
 import re
 from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
 import yaml
-from helpers.tiny_study import result_of, unfinish
+from helpers.tiny_study import read, result_of, unfinish
 from helpers.trained_runs import timm_run
 from huggingface_hub import ModelCard
 
@@ -25,10 +24,6 @@ SUBJECT = Subject("digits", CONFIG, 12345, "me/digits", license="apache-2.0")
 
 def connected(**arguments):
     return replace(SUBJECT, config={**CONFIG, "model_args": arguments})
-
-
-def read(path):
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def rows(folder):

@@ -1,4 +1,5 @@
 """lab/device_images.py: images that are decoded once, and augmented in batches."""
+import shutil
 from argparse import Namespace
 
 import numpy as np
@@ -196,11 +197,7 @@ def test_smaller_images_are_stored_at_their_own_size(class_folders):
 @pytest.fixture
 def several(class_folders, tmp_path):
     """Copy the images, and enlarge one of them."""
-    root = tmp_path / "several"
-    for path in class_folders.rglob("*.png"):
-        copy = root / path.relative_to(class_folders)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
+    root = shutil.copytree(class_folders, tmp_path / "several")
     Image.open(root / "train/dark/7.png").resize((20, 14)).save(root / "train/dark/7.png")
     return root
 
