@@ -37,6 +37,24 @@ pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
 CPU = torch.device("cpu")
 
 
+# ------------------------------------------------------------------------------------------------- the oracle
+def test_the_oracle_against_a_loop_over_numbers():
+    x, f = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
+    y = truth(x, f, 0.3, 0.7, [0, 2], 0.5)
+    for j in range(3):
+        positions = [(i, k) for i in range(2) for k in range(4)]
+        s = sum(x[i, j, k] * f[i, j, k] for i, k in positions) / (sum(x[i, j, k] ** 2 for i, k in positions) + 0.5)
+        for i, k in positions:
+            parallel = s * x[i, j, k]
+            torch.testing.assert_close(y[i, j, k], x[i, j, k] + 0.3 * parallel + 0.7 * (f[i, j, k] - parallel))
+
+
+def test_the_gradients_of_the_oracle_against_finite_differences():
+    x, f = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
+    inputs = [t.requires_grad_() for t in (x, f, *torch.tensor([0.3, 0.7], dtype=torch.float64).unbind())]
+    assert torch.autograd.gradcheck(lambda x, f, a, b: truth(x, f, a, b, [0, 2], 0.5), inputs)
+
+
 # ----------------------------------------------------------------------------------- random cases of the update
 @pytest.mark.parametrize(("backend", "seeds", "elements"), [
     ("torch", range(200), 3000), ("torch", range(6), 3_000_000),
