@@ -16,18 +16,9 @@ from ._compat import (
     is_eager,
     is_recorded,
     is_transformed,
-    own_parameters,
     returns_views,
 )
-from .update.backend import (
-    BACKENDS,
-    NORMS,
-    by_kernels,
-    choose_backend,
-    has_kernels,
-    requested_kernels,
-    use_backend,
-)
+from .update.backend import BACKENDS, NORMS, by_kernels, choose_backend, requested_kernels, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, without_padding
 from .update.gradient import TorchUpdate, are
 
@@ -147,8 +138,7 @@ def checked_update(
     if not (torch.compiler.is_compiling() or learned or are(a, b, 1.0, 1.0)):
         name = requested_kernels(x, backend)
     if name is not None:
-        case = None if dims is None else tuple(dims), eps, a, b, keep_branch
-        y = by_kernels(case, name, lambda: _plan(x, f, dims, eps, a, b, keep_branch), x, f)
+        y = by_kernels((None if dims is None else tuple(dims), eps, a, b, keep_branch), name, x, f)
         if y is not None:
             return y
     eager = is_eager(x, f)
@@ -183,19 +173,4 @@ def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> 
     """
     if type(norm) not in NORMS or has_hooks(norm) or hooks_saved_tensors():
         return None
-    parameters = own_parameters(norm)
-    case = type(norm), eps, norm.eps, norm.normalized_shape, vars(norm).get("_fast_norm")
-    return by_kernels(
-        case, name, lambda: _norm_plan(x, f, eps, norm), x, f, parameters.get("weight"), parameters.get("bias"))
-
-
-def _plan(*arguments: Any) -> Any:
-    from .update.kernels import make_plan  # Triton is optional and slow to import
-
-    return make_plan(*arguments)
-
-
-def _norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any) -> Any:
-    from .update.kernels import make_norm_plan
-
-    return make_norm_plan(x, f, eps, norm, NORMS[type(norm)]) if has_kernels(norm) else None
+    return by_kernels(((-1,), eps, 0.0, 1.0, False), name, x, f, norm)

@@ -132,6 +132,7 @@ CASES = {
     "gaps in memory": (lambda x, f, c, n: (x[..., ::2], f[..., ::2], c, nn.LayerNorm(10).to(DEVICE)), False),
     "one channel": (lambda x, f, c, n: (x[..., :1], f[..., :1], c, nn.LayerNorm(1).to(DEVICE)), False),
     "no elements": (lambda x, f, c, n: (x[:0], f[:0], c, n), False),
+    "strides of axes of size 1": (lambda x, f, c, n: (x[:1, :1], f[0, 0].view(1, 1, 20), c, n), False),
 }
 
 

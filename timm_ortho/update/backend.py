@@ -15,14 +15,14 @@ import os
 import threading
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from timm.layers import LayerNorm, RmsNorm
 from torch import Tensor, nn
 
 from .._checks import check_tensors, known_name, listed_axes
-from .._compat import has_hooks, is_eager, own_parameters
+from .._compat import is_eager, own_parameters
 from . import node
 from .gradient import KernelFailed
 
@@ -144,17 +144,9 @@ def why_not_triton(device: str) -> Optional[str]:
     return None
 
 
-# Norms that the kernels can compute together with the update, and whether they subtract the mean.
+# Norms that the kernels can compute together with the update, and whether they subtract the mean. Subclasses, such as
+# parametrized norms, are not supported.
 NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, nn.RMSNorm: False, RmsNorm: False}
-
-
-def has_kernels(norm: Any) -> bool:
-    """Return whether kernels exist for a norm: it has an eps, plain parameters and no hooks.
-
-    Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.
-    """
-    return (type(norm) in NORMS and norm.eps is not None and not has_hooks(norm)
-            and {*map(type, own_parameters(norm).values())} <= {nn.Parameter, type(None)})
 
 
 # ------------------------------------------------------------------------------------------ plans, and their test
@@ -163,21 +155,23 @@ plans: Dict[Tuple[Any, ...], Any] = {}
 _passed: Dict[Tuple[Any, ...], bool] = {}  # whether the kernels passed the test, by device, dtypes and kind of kernel
 
 
-def by_kernels(
-        case: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor, f: Tensor, *parameters: Optional[Tensor],
-) -> Any:
+def by_kernels(update: Tuple[Any, ...], name: str, x: Tensor, f: Tensor, norm: Any = None) -> Any:
     """Return what kernels compute for tensors, or None if torch computes it.
 
     Unless the kernels were requested by name, the first plan of its kind is tested.
 
     Args:
-        case: What a plan depends on, except for its tensors.
+        update: Axes of the projection as a tuple or None, eps, the weights a and b, and whether f is kept.
         name: Name of the backend, from :func:`requested_kernels`.
-        make: Returns a plan, or None if there are no kernels.
         x, f: Stream and branch output.
-        parameters: Weight and bias of the norm that follows, if any.
+        norm: The norm that follows, of a class in ``NORMS``, or None.
     """
-    cpp = uses_cpp()
+    case, cpp = update, uses_cpp()
+    parameters: Tuple[Optional[Tensor], ...] = ()
+    if norm is not None:
+        own = own_parameters(norm)
+        parameters = own.get("weight"), own.get("bias")
+        case = *update, type(norm), norm.eps, norm.normalized_shape, vars(norm).get("_fast_norm")
     if cpp:
         outputs = node.call(case, x, f, *parameters)
         if outputs is not None:
@@ -192,7 +186,7 @@ def by_kernels(
             p if p is None else (type(p), p.dtype) for p in parameters)
     plan = plans.get(key)
     if plan is None:
-        plan = _add_plan(key, name, make, x)
+        plan = _add_plan(key, name, update, x, f, norm)
     if not plan:
         return None
     try:
@@ -205,8 +199,12 @@ def by_kernels(
     return outputs
 
 
-def _add_plan(key: Tuple[Any, ...], name: str, make: Callable[[], Any], x: Tensor) -> Any:
-    plan: Any = can_run(name, x) and make()
+def _add_plan(key: Tuple[Any, ...], name: str, update: Tuple[Any, ...], x: Tensor, f: Tensor, norm: Any) -> Any:
+    plan: Any = None
+    if can_run(name, x):
+        from .kernels import make_plan  # Triton is optional and slow to import
+
+        plan = make_plan(x, f, *update, norm)
     if len(plans) >= 1024:  # many different shapes or weights: start again
         plans.clear()
     plans[key] = plan or False

@@ -20,7 +20,7 @@ synchronise the device and can be captured in a CUDA graph.
 """
 import math
 from itertools import compress
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._checks import check_tensors
 from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
+from .backend import NORMS
 from .formula import formula
 from .gradient import KernelFailed, KernelUpdate
 from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel
@@ -507,19 +508,21 @@ def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: i
     return (t * (1.1 + 0.7 * seed) + seed).sin().mul(1.4).to(dtype).view(tuple(size))
 
 
-def make_plan(x: Tensor, f: Tensor, dims: Optional[List[int]], *arguments: Any) -> Optional[Plan]:
-    """Return the plan of an update, or None if there are no kernels for it."""
+def make_plan(
+        x: Tensor, f: Tensor, dims: Any, eps: float, a: float, b: float, keep_branch: bool, norm: Any,
+) -> Optional[Plan]:
+    """Return the plan of an update, and of the norm after it if any, or None if there are no kernels for them."""
     dims = check_tensors(x, f, dims)
-    return None if view_of(x, f, dims) is None else Plan(x, f, dims, *arguments)
-
-
-def make_norm_plan(x: Tensor, f: Tensor, eps: float, norm: Any, centered: bool) -> Optional[Plan]:
-    """Return the plan of an update and the norm after it, or None if there are no kernels for them."""
-    weight, bias = (p if p is None else p.dtype for p in map(own_parameters(norm).get, ("weight", "bias")))
-    if not (x.shape == f.shape and norm.normalized_shape == x.shape[-1:] and x.is_contiguous() and f.is_contiguous()
-            and {x.dtype, f.dtype, weight, bias} <= {*DTYPES, None} and x.device == f.device
-            and 1 < x.shape[-1] <= LONGEST_NORM and x.numel()):
+    if view_of(x, f, dims) is None:
+        return None
+    if norm is None:
+        return Plan(x, f, dims, eps, a, b, keep_branch)
+    parameters = [own_parameters(norm).get(name) for name in ("weight", "bias")]
+    weight, bias = (p if p is None else p.dtype for p in parameters)
+    if not (norm.eps is not None and norm.normalized_shape == x.shape[-1:] and 1 < x.shape[-1] <= LONGEST_NORM
+            and x.is_contiguous() and {weight, bias} <= {*DTYPES, None}
+            and {*map(type, parameters)} <= {nn.Parameter, type(None)}):
         return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-    return Plan(x, f, [-1], eps, norm=Norm(norm.eps, centered, dtype, weight, bias))
+    return Plan(x, f, dims, eps, norm=Norm(norm.eps, NORMS[type(norm)], dtype, weight, bias))
