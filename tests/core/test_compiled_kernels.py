@@ -108,7 +108,7 @@ def test_compiled_kernels_fit_the_registers(compiled_kernels):
 
 STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
     "forward": dict(loads=2, stores=1), "backward": dict(loads=3, stores=2),
-    "sums forward": dict(loads=2), "sums backward": dict(loads=2),
+    "sums": dict(loads=2),
     "norm forward": dict(loads=2, stores=2), "norm backward": dict(loads=4, stores=2),
 }
 

@@ -45,8 +45,8 @@ def plan_of(x, f, dims, **arguments):
 @pytest.mark.parametrize("width", [8193, 16384, 16385, 2**20 + 1, 2**24, 2**24 + 1, 2**27 - 1, 2**31 - 1])
 def test_pieces_cover_a_row(width):
     plan = plan_of(*(torch.empty(3, width, device="meta") for _ in range(2)), [1])
-    _, pieces, piece_width, *_ = plan.sum_forward.constants
-    assert plan.sum_forward.programs == 3 * pieces
+    _, pieces, piece_width, *_ = plan.sums_launch.constants
+    assert plan.sums_launch.programs == 3 * pieces
     assert (pieces - 1) * piece_width < width <= pieces * piece_width
     assert pieces <= plan.constants[-1] <= kernels.MOST_PIECES
 

@@ -107,8 +107,7 @@ def launches(size, keep_branch):
     yield "forward", plan.forward[True], [dtype, dtype, None, None, dtype, *sums, None, None, parts]
     yield "backward", plan.backward_launch, [dtype, dtype, dtype, *sums, dtype, dtype, parts]
     if parts:
-        yield "sums forward", plan.sum_forward, [dtype, dtype, parts]
-        yield "sums backward", plan.sum_backward, [dtype, dtype, parts]
+        yield "sums", plan.sums_launch, [dtype, dtype, parts]
     if size in NORMED and not keep_branch:
         x = x[..., 0]
         norm = kernels.Norm(1e-6, True, x.dtype, torch.float32, torch.float32)

@@ -103,10 +103,8 @@ def _total(parts_ptr, projection, pieces, BLOCK_PIECES: tl.constexpr):
 
 @triton.jit
 def sums_kernel(
-        p_ptr, q_ptr, parts_ptr, width, pieces, piece_width,
-        UNIT: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
-):
-    """Store <p, q> and, if SQUARES, <p, p> of one piece of a long row in ``parts [2, outer, pieces]``."""
+        p_ptr, q_ptr, parts_ptr, width, pieces, piece_width, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Store <p, q> and <p, p> of one piece of a long row in ``parts [2, outer, pieces]``."""
     program = tl.program_id(0)
     width = width // UNIT * UNIT
     begin = program % pieces * piece_width // UNIT * UNIT
@@ -118,11 +116,9 @@ def sums_kernel(
         w = first + tl.arange(0, BLOCK)
         p = _load(p_ptr, start, w, w < end)
         pq += p * _load(q_ptr, start, w, w < end)
-        if SQUARES:
-            pp += p * p
+        pp += p * p
     tl.store(parts_ptr + program, tl.sum(pq, 0))
-    if SQUARES:
-        tl.store(parts_ptr + tl.num_programs(0) + program, tl.sum(pp, 0))
+    tl.store(parts_ptr + tl.num_programs(0) + program, tl.sum(pp, 0))
 
 
 @triton.jit(do_not_specialize=["outer"])
@@ -234,7 +230,8 @@ class Launch:
         for tensor in tensors:
             if tensor is not None:
                 addresses |= tensor.data_ptr()
-        if self.compiled is not None and addresses % 16 == 0 and not is_hooked(self.kernel):
+        if self.compiled is not None and addresses % 16 == 0 and not (
+                _runtime.launch_enter_hook.calls or self.kernel.pre_run_hooks):
             compiled = self.compiled
             compiled.run(self.programs, 1, 1, raw_cuda_stream(self.device), compiled.function, compiled.packed_metadata,
                          None, None, None, *tensors, *self.constants)
@@ -249,11 +246,6 @@ class Launch:
         if addresses % 16 == 0 and LAUNCHES_DIRECTLY:
             self.compiled = compiled  # None in the interpreter
         return None
-
-
-def is_hooked(kernel: Any) -> bool:
-    """Return whether launches of a kernel run hooks."""
-    return bool(_runtime.launch_enter_hook.calls or kernel.pre_run_hooks)
 
 
 # ------------------------------------------------------------------------------------------------------- plans
@@ -343,9 +335,8 @@ class Plan:
         self.constants = outer, width, inner, pieces, self.kind, unit, block_p, block_w, triton.next_power_of_2(pieces)
         if self.kind == "long":
             self.parts = dict(size=(2, outer * pieces), **numbers)
-            self.sum_forward, self.sum_backward = (
-                Launch(sums_kernel, outer * pieces, self.warps, (width, pieces, piece_width, unit, block_w, squares),
-                       x.device) for squares in (True, False))
+            self.sums_launch = Launch(
+                sums_kernel, outer * pieces, self.warps, (width, pieces, piece_width, unit, block_w), x.device)
         weights, centered = (self.b, self.a - self.b), norm is not None and norm.centered
         forward = *weights, eps, norm.eps if norm else 0.0, *self.constants, centered
         self.forward = {keep: Launch(update_kernel, self.programs, self.warps, forward, x.device)
@@ -390,7 +381,7 @@ class Plan:
             moments = torch.empty(**self.moments) if keep else None
         if self.kind == "long":
             parts = torch.empty(**self.parts)
-            self.sum_forward(x, f, parts)
+            self.sums_launch(x, f, parts)
         self.forward[keep](x, f, w, c, y, s, n, h, moments, parts)
         if h is None:
             return (y, s), (x, y if self.recover else f, s, n)
@@ -428,7 +419,7 @@ class Plan:
         if self.norm is None:
             if self.kind == "long":
                 parts = torch.empty(**self.parts)
-                self.sum_backward(x, g, parts)
+                self.sums_launch(x, g, parts)
             self.backward_launch(x, kept, g, s, n, grad_x, grad_f, parts)
             return grad_x, grad_f, None
         w, moments = more
