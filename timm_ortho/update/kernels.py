@@ -333,6 +333,7 @@ class Plan:
             pieces = triton.cdiv(width, piece_width)
         self.warps = min(16, max(1, block_p * block_w // (32 * per_thread)))
         self.constants = outer, width, inner, pieces, self.kind, unit, block_p, block_w, triton.next_power_of_2(pieces)
+        self.parts: Any = None  # size, dtype and device of the partial sums, if there are any
         if self.kind == "long":
             self.parts = dict(size=(2, outer * pieces), **numbers)
             self.sums_launch = Launch(
@@ -354,7 +355,9 @@ class Plan:
             programs = min(programs, at_once)
         self.backward_launch = Launch(norm_gradients_kernel, programs, warps,
                                       (outer, width, centered, unit, block_p, block_w), x.device)
-        self.moments, self.norm_parts = dict(size=(2, outer), **numbers), dict(size=(2, programs, width), **numbers)
+        self.moments = dict(size=(2, outer), **numbers)
+        if norm.weight is not None:
+            self.parts = dict(size=(2, programs, width), **numbers)
 
     def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
         """Return y, or y and h."""
@@ -411,22 +414,15 @@ class Plan:
                 and x.stride() == kept.stride() == self.strides and s.stride() == n.stride() == self.sums["stride"])
 
     def gradients(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
-        """Return dL/dx, dL/df, None, and dL/dw and dL/dc of the norm, by kernels."""
-        x, kept, s, n, *more = saved
-        g = self.placed(grads[0])
+        """Return dL/dx, dL/df, None, and dL/dw and dL/dc of the norm if any, by kernels."""
+        x, kept, s, n, *of_norm = saved
+        upstream = [self.placed(g) for g in grads[:-1]]
         grad_x, grad_f = torch.empty_like(x), torch.empty_like(x, dtype=self.branch_dtype)
-        parts = None
-        if self.norm is None:
-            if self.kind == "long":
-                parts = torch.empty(**self.parts)
-                self.sums_launch(x, g, parts)
-            self.backward_launch(x, kept, g, s, n, grad_x, grad_f, parts)
-            return grad_x, grad_f, None
-        w, moments = more
-        if w is not None:
-            parts = torch.empty(**self.norm_parts)
-        self.backward_launch(x, kept, g, self.placed(grads[1]), s, n, w, moments, grad_x, grad_f, parts)
-        if parts is None:
+        parts = None if self.parts is None else torch.empty(**self.parts)
+        if self.kind == "long":
+            self.sums_launch(x, upstream[0], parts)
+        self.backward_launch(x, kept, *upstream, s, n, *of_norm, grad_x, grad_f, parts)
+        if self.norm is None or parts is None:
             return grad_x, grad_f, None, None, None
         grad_w, grad_c = parts.sum(1).unbind()  # to iterate over a tensor takes twice as long
         bias = self.norm.bias
@@ -462,7 +458,7 @@ class Plan:
             outputs = tuple(compress(self.by_torch(*inputs), (g is not None for g in grads)))
             found = iter(torch.autograd.grad(outputs, given, upstream, create_graph=recorded, allow_unused=True))
         grad_x, grad_f, *of_norm = (None if t is None else next(found) for t in inputs)
-        return (grad_x, grad_f, None, *of_norm)[:3 if self.norm is None else 5]
+        return grad_x, grad_f, None, *of_norm
 
     @torch.inference_mode(False)  # the first call may be in inference mode, where autograd cannot record
     def problem(self) -> str:
@@ -479,7 +475,7 @@ class Plan:
             grads = [waves(y.shape, y.dtype, self.device, i) for i, y in enumerate(outputs[:-1], 2)] + [None]
             measured = *outputs, *plan.gradients(saved, grads)
             # a checkpoint's hooks would count the tensors that this comparison saves
-            with torch.autocast(self.device.type, enabled=False), saved_tensors_hooks(_same, _same):
+            with torch.autocast(self.device.type, enabled=False), saved_tensors_hooks(lambda t: t, lambda t: t):
                 expected = *plan.by_torch(*inputs), *plan.torch_gradients(*inputs[:3], grads)
             worst = 0.0  # largest error divided by the tolerance, which is relative to the largest value
             for result, value in zip(measured, expected, strict=True):
@@ -487,10 +483,6 @@ class Plan:
                     allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max().float().clamp(min=1e-30)
                     worst = max(worst, ((result - value).abs().max() / allowed).nan_to_num(math.inf).item())
         return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:

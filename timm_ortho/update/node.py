@@ -58,7 +58,7 @@ def add(case: Tuple[Any, ...], plan: Any, *tensors: Optional[Tensor]) -> None:
 
         _plans[case] = module.Plans(), runtime
     dtypes = plan.dtype, plan.branch_dtype, norm.dtype if norm else plan.dtype
-    parts = plan.norm_parts["size"] if norm else []
+    parts = plan.parts["size"] if plan.parts else []
     _plans[case][0].add(module.Plan(
         plan, *kernels, plan.recover, norm is not None, *dtypes, size, stride, parts, math.prod(size)), *tensors)
     _count += 1
