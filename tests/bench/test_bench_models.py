@@ -105,12 +105,12 @@ def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
 
     monkeypatch.setattr(models, "choose_backend", choose)
     linear, ortho = built(step, mode=mode)
-    assert (linear.backend(), ortho.backend()) == ("torch", expected)
+    assert (linear.backend, ortho.backend) == ("torch", expected)
     if mode != "compiled":
         assert seen == [(step == "training", step == "inference")]
         for arguments, backend in ((dict(connection_layers=[1]), "default"), (dict(connection_layers=[]), "torch")):
             mixed = architecture("vit_test_ortho", 2, None, arguments)
-            assert built(step, mixed)[1].backend() == backend
+            assert built(step, mixed)[1].backend == backend
 
 
 @pytest.mark.slow

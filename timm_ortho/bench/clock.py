@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     name: str  # in the tables; `linear` is the baseline
     run: Callable[[Any], Any]  # receives the result of `prepare`
     prepare: Callable[[], Any] = lambda: None  # called before each `run`
-    backend: Callable[[], str] = lambda: "torch"  # returns the name of the backend that runs
+    backend: str = "torch"  # that runs
     moved: int = 0  # bytes that a call must read and write; 0 if it moves none, or if they are not counted (models)
     keep: Optional[Callable[[], Any]] = None  # forward pass with gradients, to measure the bytes saved for backward
     parameters: Sequence[Tensor] = ()  # tensors to exclude from the saved bytes
@@ -152,7 +152,7 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
 
 
 def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]:
-    once: dict[str, Any] = {"backend": candidate.backend()}
+    once: dict[str, Any] = {"backend": candidate.backend}
     clock(candidate, 1)  # warm-up: compiles and lets cuDNN choose its convolution
     once["calls"] = max(1, min(most_calls, round(10 / max(clock(candidate, 1), 1e-3))))
     if clock.device.type == "cuda":

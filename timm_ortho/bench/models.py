@@ -81,7 +81,7 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
     is_torch = mode == "compiled" or all(isinstance(site.connection, LinearConnection) for site in sites(model))
-    backend = (lambda: "torch") if is_torch else partial(_chosen_backend, images.device, model.training)
+    backend = "torch" if is_torch else _chosen_backend(images.device, model.training)
     if not model.training:
         return Candidate(name, infer, backend=backend, held=held)
     return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,

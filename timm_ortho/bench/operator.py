@@ -64,15 +64,14 @@ def _operator_candidates(
         held = x.nbytes + f.nbytes + g.nbytes
         return Candidate(name, *timed(formula, x, f, g, step), moved=moved, keep=keep, held=held, **details)
 
-    candidates = [candidate("linear", torch.add), candidate("plain", plain),
-                  candidate("appendix", partial(appendix_update, dim=dim))]
-    candidates += [candidate("compiled", compiled(plain))] if options.compile else []
-    for backend in ("torch", "triton"):
-        update = partial(residual_update, dim=dim, eps=EPS, backend=backend)
-        candidates.append(candidate(backend, update, **_can_run(x, f, backend)))
-        if options.compile and backend == "torch":
-            candidates.append(candidate("torch-compiled", compiled(update), **_can_run(x, f, backend)))
-    return [*candidates, _copy(options)]
+    by_torch, by_triton = (
+        partial(residual_update, dim=dim, eps=EPS, backend=backend) for backend in ("torch", "triton"))
+    candidates = [
+        candidate("linear", torch.add), candidate("plain", plain),
+        candidate("appendix", partial(appendix_update, dim=dim)), candidate("compiled", compiled(plain)),
+        candidate("torch", by_torch), candidate("torch-compiled", compiled(by_torch)),
+        candidate("triton", by_triton, **_can_run_triton(x, f)), _copy(options)]
+    return [one for one in candidates if options.compile or "compiled" not in one.name]
 
 
 def bytes_moved(x: Tensor, f: Tensor, g: Tensor, step: str, is_linear: bool = False) -> int:
@@ -111,13 +110,12 @@ def timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tupl
     return lambda _: torch.autograd.grad(formula(x, f), (x, f), g), lambda: None
 
 
-def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
-    """Return the candidate's `backend`, or a `note` with the reason why it cannot run."""
+def _can_run_triton(x: Tensor, f: Tensor) -> dict[str, str]:
+    """Return the `backend` of the candidate `triton`, or a `note` with the reason why it cannot run."""
     try:
-        chosen = choose_backend(x, f, backend)
+        return {"backend": choose_backend(x, f, "triton")}
     except RuntimeError as error:
         return {"note": error_text(error)}
-    return {"backend": lambda: chosen}
 
 
 def _copy(options: Namespace) -> Candidate:
