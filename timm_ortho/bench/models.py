@@ -27,17 +27,15 @@ def model_groups(options: Namespace) -> list[Group]:
     >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
     [('eager', 'training'), ('eager', 'inference')]
     """
+    groups = []
     dtypes = [dtype for dtype in options.dtypes if dtype in DTYPES]  # only the operator has mixed dtypes
-    return [_model_group(options.device, model, *how) for model in options.models
-            for how in product(model.layouts, dtypes, options.modes, MODEL_STEPS)]
-
-
-def _model_group(
-        device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str) -> Group:
-    labels = dict(what="models", model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
-                  dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
-    build = partial(_model_candidates, architecture, device, layout, DTYPES[dtype], mode, step)
-    return Group(labels, architecture.batch[0], build)
+    for model in options.models:
+        for layout, dtype, mode, step in product(model.layouts, dtypes, options.modes, MODEL_STEPS):
+            labels = dict(what="models", model=model.label, shape=shape_label(model.batch), layout=layout,
+                          dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
+            build = partial(_model_candidates, model, options.device, layout, DTYPES[dtype], mode, step)
+            groups.append(Group(labels, model.batch[0], build))
+    return groups
 
 
 def _model_candidates(
