@@ -68,23 +68,18 @@ def _tile(
         projection = sample * inner + pixel + p
         valid = pixel + p < inner
         offsets = p[:, None] + w[None, :] * inner
-    elif KIND == "rows":
+    else:
         width = width // UNIT * UNIT
-        first = program.to(tl.int64) * BLOCK_P
-        start = first * width
-        projection = first + p
-        valid = projection < outer
-        offsets = p[:, None] * width + w[None, :]
-    else:  # in reverse: the elements that the kernel of the sums read last are still in the cache
-        program = tl.num_programs(0) - 1 - program
-        width = width // UNIT * UNIT
-        tiles = tl.cdiv(width, BLOCK_W)
+        tiles = 1
+        if KIND == "long":  # in reverse: the elements that the kernel of the sums read last are still in the cache
+            tiles = tl.cdiv(width, BLOCK_W)
+            program = tl.num_programs(0) - 1 - program
         begin = program % tiles * BLOCK_W
-        start = (program // tiles).to(tl.int64) * width + begin
-        projection = (program // tiles).to(tl.int64) + p
-        valid = p < BLOCK_P
+        projection = (program // tiles).to(tl.int64) * BLOCK_P + p
+        valid = projection < outer
+        start = (program // tiles).to(tl.int64) * BLOCK_P * width + begin
+        offsets = p[:, None] * width + w[None, :]
         width = width - begin
-        offsets = p[:, None] + w[None, :]
     return start, offsets, valid[:, None] & (w < width)[None, :], projection, valid
 
 
