@@ -204,7 +204,7 @@ def _add_plan(key: Tuple[Any, ...], name: str, update: Tuple[Any, ...], x: Tenso
     if can_run(name, x):
         from .kernels import make_plan  # Triton is optional and slow to import
 
-        plan = make_plan(x, f, *update, norm)
+        plan = make_plan(x, f, norm, *update)
     if len(plans) >= 1024:  # many different shapes or weights: start again
         plans.clear()
     plans[key] = plan or False

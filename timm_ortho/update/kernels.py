@@ -487,7 +487,7 @@ def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: i
 
 
 def make_plan(
-        x: Tensor, f: Tensor, dims: Any, eps: float, a: float, b: float, keep_branch: bool, norm: Any,
+        x: Tensor, f: Tensor, norm: Any, dims: Any, eps: float, a: float, b: float, keep_branch: bool,
 ) -> Optional[Plan]:
     """Return the plan of an update, and of the norm after it if any, or None if there are no kernels for them."""
     dims = check_tensors(x, f, dims)
