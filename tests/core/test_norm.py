@@ -112,6 +112,10 @@ def parametrized(x, f, connection, norm):
     nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
 
 
+def without_weight(x, f, connection, norm):
+    norm.weight = None  # the bias remains
+
+
 class Doubled(nn.LayerNorm):
     def forward(self, y):
         return 2 * super().forward(y)
@@ -123,6 +127,7 @@ CASES = {
     "a hook on the connection": (hooked("connection"), False),
     "an own forward": (with_own_forward, False),
     "a parametrized norm": (parametrized, False),
+    "a bias without a weight": (without_weight, False),
     "a subclass of a norm": (lambda x, f, c, n: (x, f, c, Doubled(20).to(DEVICE)), False),
     "another norm": (lambda x, f, c, n: (x, f, c, nn.Identity()), False),
     "two axes": (lambda x, f, c, n: (x, f, c, nn.LayerNorm([3, 20]).to(DEVICE)), False),

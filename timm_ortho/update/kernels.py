@@ -499,7 +499,7 @@ def make_plan(
     weight, bias = (p if p is None else p.dtype for p in parameters)
     if not (norm.eps is not None and norm.normalized_shape == x.shape[-1:] and 1 < x.shape[-1] <= LONGEST_NORM
             and x.is_contiguous() and {weight, bias} <= {*DTYPES, None}
-            and {*map(type, parameters)} <= {nn.Parameter, type(None)}):
+            and {*map(type, parameters)} <= {nn.Parameter, type(None)} and (bias is None or weight is not None)):
         return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
