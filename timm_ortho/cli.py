@@ -431,10 +431,10 @@ def _weights(name: str) -> tuple[str, ...]:
     """Return the row of a variant with weights, without network access. 4 bytes per parameter for an absent file."""
     from .weights.pretrained import weights
 
-    tagged, source, file = weights(name)
-    size = file.stat().st_size if file else 4 * _parameters(_model_on_meta(name))
+    entry = weights(name)
+    size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(name))
     unit, text = (1e6, "MB") if size >= 1e6 else (1e3, "kB")
-    return tagged, f"{size / unit:.0f} {text}", source, "yes" if file else "no"
+    return entry.name, f"{size / unit:.0f} {text}", entry.source, "yes" if entry.file else "no"
 
 
 def _described(name: str, width: int) -> str:

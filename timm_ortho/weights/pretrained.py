@@ -4,7 +4,7 @@ To add weights, add an entry to ``ENTRIES``. For all variants without an entry, 
 """
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 from timm.models import PretrainedCfg, get_pretrained_cfg
@@ -103,17 +103,22 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
 
 
 # --------------------------------------------------------------------------------------------- overview
-def weights(name: str) -> Tuple[str, str, Optional[Path]]:
-    """Return MODEL.TAG, source and file of the weights of a model in ``timm.list_pretrained()``. Needs no network.
+class Weights(NamedTuple):
+    """A set of weights."""
 
-    The source is ``this package``, or ``hf-hub:`` and the repository. A file of the Hub is in huggingface_hub's cache,
-    or None if it is not downloaded.
+    name: str  # model and tag, for ``timm.create_model``
+    source: str  # ``this package``, or ``hf-hub:`` and the repository
+    file: Optional[Path]  # in the package or in huggingface_hub's cache; None if it is not downloaded
 
-    >>> weights("vit_test_ortho")[:2]
-    ('vit_test_ortho.digits', 'this package')
+
+def weights(name: str) -> Weights:
+    """Return the weights of a model in ``timm.list_pretrained()``. Does not use the network.
+
+    >>> weights("vit_test_ortho").name
+    'vit_test_ortho.digits'
     """
     cfg = get_pretrained_cfg(name)
     tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
     if cfg.file:
-        return tagged, "this package", Path(cfg.file)
-    return tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename or SAFE)
+        return Weights(tagged, "this package", Path(cfg.file))
+    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename or SAFE))
