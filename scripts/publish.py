@@ -1,6 +1,7 @@
 """Add the numbers of finished studies to model_cards/results, and regenerate the pages and decisions.
 
-    python -m scripts.publish FOLDER ...               output folders of timm-ortho study run
+    python -m scripts.publish FOLDER ...               output folders of timm-ortho study run; outputs of one study with
+                                                       different cells or seeds become one archive
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 from timm_ortho.lab.folder import COMPARISON
+from timm_ortho.lab.reporting.layout import grouped
 from timm_ortho.lab.reporting.published import folder_name, write
 from timm_ortho.run_folder import PRIVATE
 
@@ -30,28 +32,49 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.name and len(parsed.folders) > 1:
         parser.error("pass --name with one folder")
-    for folder in parsed.folders:
-        print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
+    outputs = [values_of(folder, parsed.name) for folder in parsed.folders]
+    results = root / "model_cards" / "results"
+    for (name,), parts in grouped(outputs, lambda values: (parsed.name or folder_name(values["study"]),)).items():
+        target = results / ("comparisons" if parsed.name else "studies") / name
+        values = joined(parts)
+        many = len(values["runs"]) > MANY
+        write(target, values["study"], [lean(run, many) for run in values["runs"]], values["recorded"])
+        print(target.relative_to(root).as_posix())
     from scripts import evidence  # reads the numbers written above
     from scripts.pages import __main__ as pages
     return evidence.main([], root) or pages.main([], root)
 
 
-def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Path:
-    """Write the published numbers of a finished study, and return their folder."""
+def values_of(folder: Path, comparison: Optional[str]) -> dict[str, Any]:
+    """Return the values in the `results.json` of a finished study, without paths and with the commit of its runs."""
     values = json.loads(anonymous(results_of(folder), folder))
-    study, runs = values["study"], values["runs"]
+    study = values["study"]
     if (study.get("options") or {}).get("data_dir"):
         study["options"]["data_dir"] = "DIR"
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     if (study["name"] == COMPARISON) != bool(comparison):
         raise SystemExit(f"{folder}: a comparison needs --name NAME, and a study takes no --name")
-    study["versions"] = {**study.get("versions", {}), "commit": commit_of(study, runs, folder)}
-    runs = [lean(run, many=len(runs) > MANY) for run in runs]
-    target = results / "comparisons" / comparison if comparison else results / "studies" / folder_name(study)
-    write(target, study, runs, values.get("recorded"))
-    return target
+    study["versions"] = {**study.get("versions", {}), "commit": commit_of(study, values["runs"], folder)}
+    return values
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the values of one study, whose runs are in several outputs with different cells or seeds."""
+    first, *others = parts
+    study = dict(first["study"])
+    for other in (part["study"] for part in others):
+        united = {key: list(dict.fromkeys([*study[key], *other[key]])) for key in ("seeds", "weights") if key in study}
+        united["command"] = f"{study['command']} && {other['command']}"
+        differing = [key for key in study if key not in united and study[key] != other.get(key)]
+        if differing:
+            raise SystemExit(f"the outputs of {study['name']} differ in {differing[0]}: publish one of them")
+        study.update(united)
+    runs = [run for part in parts for run in part["runs"]]
+    recorded = {key: [row for part in parts for row in part["recorded"][key]] for key in first["recorded"]}
+    if others and recorded.get("transitions"):
+        raise SystemExit(f"the transition points of {study['name']} cannot be joined: train all seeds in one output")
+    return {"study": study, "runs": runs, "recorded": recorded}
 
 
 def results_of(folder: Path) -> str:

@@ -90,6 +90,25 @@ def test_an_unfinished_study_is_refused(root, tmp_path):
     assert not (root / "model_cards").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_outputs_of_one_study_are_joined(root, tmp_path):
+    study, runs = study_of("dynamics"), runs_of("dynamics")
+    seeds = sorted({run["seed"] for run in runs})
+    outputs = [finished(tmp_path / str(seed), {**study, "seeds": [seed], "command": f"--seeds {seed},"},
+                        [run for run in runs if run["seed"] == seed]) for seed in seeds]
+    publish.main(list(map(str, outputs)), root)
+    (folder,) = (root / "model_cards" / "results" / "studies").iterdir()
+    joined, kept, recorded = published.read(folder)
+    assert joined["seeds"] == seeds
+    assert joined["command"] == " && ".join(f"--seeds {seed}," for seed in seeds)
+    assert sorted((run["seed"], run["connection"]) for run in kept) == sorted(
+        (run["seed"], run["connection"]) for run in runs)
+    assert len(recorded["last_branch"]) == len(runs)
+    other = finished(tmp_path / "other", {**study, "validation": "test"}, runs)
+    with pytest.raises(SystemExit, match="the outputs of dynamics differ in validation: publish one of them"):
+        publish.main([str(outputs[0]), str(other)], root)
+
+
 # ------------------------------------------------------------------------------------------- published results
 def test_published_results_are_small():
     size = sum(path.stat().st_size for path in evidence.RESULTS.rglob("*") if path.is_file())
