@@ -92,21 +92,23 @@ def test_an_unfinished_study_is_refused(root, tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_outputs_of_one_study_are_joined(root, tmp_path):
-    study, runs = study_of("dynamics"), runs_of("dynamics")
-    seeds = sorted({run["seed"] for run in runs})
-    outputs = [finished(tmp_path / str(seed), {**study, "seeds": [seed], "command": f"--seeds {seed},"},
-                        [run for run in runs if run["seed"] == seed]) for seed in seeds]
-    publish.main(list(map(str, outputs)), root)
+    def outputs(name, **changes):
+        for seed in range(2):
+            study = study_of(name, seeds=[seed], command=f"--seeds {seed},", weights=["a"], **changes)
+            yield str(finished(tmp_path / f"{name}{seed}{len(changes)}", study, runs_of(name, [seed])))
+
+    publish.main(list(outputs("head_norm")), root)
     (folder,) = (root / "model_cards" / "results" / "studies").iterdir()
-    joined, kept, recorded = published.read(folder)
-    assert joined["seeds"] == seeds
-    assert joined["command"] == " && ".join(f"--seeds {seed}," for seed in seeds)
-    assert sorted((run["seed"], run["connection"]) for run in kept) == sorted(
-        (run["seed"], run["connection"]) for run in runs)
-    assert len(recorded["last_branch"]) == len(runs)
-    other = finished(tmp_path / "other", {**study, "validation": "test"}, runs)
-    with pytest.raises(SystemExit, match="the outputs of dynamics differ in validation: publish one of them"):
-        publish.main([str(outputs[0]), str(other)], root)
+    study, runs, recorded = published.read(folder)
+    assert (study["seeds"], study["weights"], study["command"]) == ([0, 1], ["a"], "--seeds 0, && --seeds 1,")
+    assert [run["seed"] for run in runs] == [0] * (len(runs) // 2) + [1] * (len(runs) // 2)
+    assert len(recorded["last_branch"]) == len(runs) > 2
+    one, _ = outputs("head_norm")
+    _, other = outputs("head_norm", validation="hold-out")
+    with pytest.raises(SystemExit, match="the outputs of head_norm differ in validation: publish one of them"):
+        publish.main([one, other], root)
+    with pytest.raises(SystemExit, match="the transition points of dynamics cannot be joined"):
+        publish.main(list(outputs("dynamics")), root)
 
 
 # ------------------------------------------------------------------------------------------- published results
