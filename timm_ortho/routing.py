@@ -13,8 +13,8 @@ A routed subclass has the same ``forward`` as the block class (the host), except
 
     x = x + self.attn(self.norm1(x))                # a norm reads the sum next: one call returns the sum and its norm
     x = x + self.mlp(self.norm2(x))
-    x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
-    x = self.connection_mlp(x, self.mlp(normed))
+    x, connection_attention_normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
+    x = self.connection_mlp(x, self.mlp(connection_attention_normed))
 
 A method with an argument ``is_causal`` begins with a check: if it is True, ``global`` raises an error.
 TorchScript cannot pass a module: in the last example, the subclass also has the two plain calls, after
@@ -39,8 +39,6 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, cast
 
 import torch
-
-from ._bytecode import names_in
 
 if TYPE_CHECKING:
     from .blocks.spec import BlockSpec
@@ -487,7 +485,6 @@ class _Norms:
     def __init__(self, function: FunctionType, calls: Sequence[ast.Call]) -> None:
         self.calls = calls
         self.found: Dict[str, str] = {}
-        self.names = {*locals_of(function.__code__), *names_in(function.__code__)}
         self.norm_call = re.compile(rf"{function.__code__.co_varnames[0]}\.(\w*norm\w*|ln\w*)\((\w+)\)", re.IGNORECASE)
 
     def rewrite(self, tree: ast.AST) -> None:
@@ -506,14 +503,11 @@ class _Norms:
         norm = self._norm_of(variable, following)
         if norm is None:
             return statement
-        normed, number = "normed", 1
-        while normed in self.names:
-            number += 1
-            normed = f"normed_{number}"
-        self.names.add(normed)
+        site = cast(ast.Attribute, call.func).attr
+        normed = f"{site}_normed"
         for reader in following:
             _Replacement(norm, ast.Name(normed, ast.Load())).visit(reader)
-        self.found[cast(ast.Attribute, call.func).attr] = cast(ast.Attribute, norm.func).attr
+        self.found[site] = cast(ast.Attribute, norm.func).attr
         reads = norm.func if call.args else ast.keyword("norm", norm.func)
         arguments = ", ".join(map(ast.unparse, (*call.args, reads, *call.keywords)))
         return ast.parse(

@@ -132,7 +132,7 @@ def test_which_norms_are_called_with_the_connection(tmp_path, body):
 
 
 class PreNorm(nn.Module):
-    """Three sums in a row. The norms of the first two read them next, and `normed` is a name of the method."""
+    """Three sums in a row. The norms of the first two read them next."""
 
     def __init__(self):
         super().__init__()
@@ -159,16 +159,17 @@ def test_the_source_of_sums_in_a_row():
             normed = self.norm1(x)
             if torch.jit.is_scripting():
                 x = self.connection_attention(x, self.attn(normed), attn_mask=scale)
-                normed_2 = self.norm2(x)
+                connection_attention_normed = self.norm2(x)
             else:
-                x, normed_2 = self.connection_attention.with_norm(x, self.attn(normed), self.norm2, attn_mask=scale)
+                x, connection_attention_normed = self.connection_attention.with_norm(
+                    x, self.attn(normed), self.norm2, attn_mask=scale)
             if torch.jit.is_scripting():
-                x = self.connection_conv(x, self.conv(normed_2) * scale, attn_mask=scale)
-                normed_3 = self.norm3(x)
+                x = self.connection_conv(x, self.conv(connection_attention_normed) * scale, attn_mask=scale)
+                connection_conv_normed = self.norm3(x)
             else:
-                x, normed_3 = self.connection_conv.with_norm(
-                    x, self.conv(normed_2) * scale, self.norm3, attn_mask=scale)
-            x = self.connection_mlp(x, self.mlp(normed_3), attn_mask=scale)
+                x, connection_conv_normed = self.connection_conv.with_norm(
+                    x, self.conv(connection_attention_normed) * scale, self.norm3, attn_mask=scale)
+            x = self.connection_mlp(x, self.mlp(connection_conv_normed), attn_mask=scale)
             return x * normed
         """)
     assert ast.unparse(ast.parse(source)) == ast.unparse(ast.parse(expected))  # releases of Python place parentheses
