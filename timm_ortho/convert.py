@@ -252,7 +252,7 @@ def _blocks(model: nn.Module) -> list[Block]:
     for _, module, spec, _ in found:
         cls = written_class(module)
         is_adapter = module in inside and cls.__module__.partition(".")[0] not in LIBRARIES
-        if spec is None and module not in known and not is_adapter and is_residual(module):
+        if spec is None and module not in known and not is_adapter and is_residual(cls):
             unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if unsupported or not blocks:
         raise _unsupported(model, blocks, unsupported)

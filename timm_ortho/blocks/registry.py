@@ -9,7 +9,7 @@ from .._bytecode import uses
 from ..routing import RoutingError, bypass_of_helper, variables_of
 from . import lookup
 from .detection import calls_forward_of_base, looks_residual
-from .routed import host_class, route, routed_class, written_class
+from .routed import host_class, route, routed_class
 from .spec import BlockSpec
 
 
@@ -126,14 +126,10 @@ def spec_of(module: nn.Module) -> Optional[BlockSpec]:
     return lookup.spec_of_class(host_class(module))
 
 
-def is_residual(module: nn.Module) -> bool:
-    """Return whether a module without a :class:`BlockSpec` looks like a residual block."""
-    return _looks_residual(written_class(module))
-
-
-def _looks_residual(cls: type) -> bool:
+def is_residual(cls: type) -> bool:
+    """Return whether a class without a :class:`BlockSpec` looks like a residual block."""
     if lookup.class_name(cls) in lookup.NOT_RESIDUAL:
         return False
     inherits = calls_forward_of_base(cls) and any(
-        lookup.class_name(base) in lookup.SPECS or _looks_residual(base) for base in cls.__bases__)
+        lookup.class_name(base) in lookup.SPECS or is_residual(base) for base in cls.__bases__)
     return inherits or looks_residual(cls)
