@@ -307,4 +307,4 @@ def odd(count):
 
 
 def test_functions_of_an_entry_points_module_may_call_each_other():
-    assert variants._entered(even, lambda: "built", dict(count=4)) == "built"
+    assert variants._entered(even, lambda: "built", count=4) == "built"

@@ -35,20 +35,17 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
         overlay = kwargs.pop("pretrained_cfg_overlay", None)
         tag = resolve_pretrained_cfg(name, kwargs["pretrained_cfg"], overlay).tag or get_pretrained_cfg(base).tag
         kwargs["pretrained_cfg_overlay"] = {**(overlay or {}), "tag": tag}
-        return _entered(model_entrypoint(base), build, kwargs)
+        return _entered(model_entrypoint(base), build, **kwargs)
 
     return create(name, default, entry, **kwargs)
 
 
 def create_plain(architecture: str, **kwargs) -> nn.Module:
     """Build a registered architecture without connections, and check its weights like the weights of a variant."""
-    def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
-        return _entered(model_entrypoint(architecture), build, kwargs)
-
-    return create(architecture, None, entry, **kwargs)
+    return create(architecture, None, partial(_entered, model_entrypoint(architecture)), **kwargs)
 
 
-def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
+def _entered(function: FunctionType, build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
     """Call an entry point of timm with ``build`` instead of ``build_model_with_cfg``.
 
     About half of timm's entry points set arguments as in ``dict(embed_dim=512, **kwargs)``, which fails if the caller
