@@ -116,15 +116,21 @@ class Connection(nn.Module):
                 check_weight("orthogonal", orthogonal)
         if self.skip is not None:
             x = self.carried(x)
-        if self.groups > 1:
-            return self._join_groups(x, f, parallel, orthogonal)
+        dims = self.dims
         mask: Optional[Tensor] = None
-        if attn_mask is not None and self.dims is None:
+        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next axis has the channels
+        if self.groups > 1:
+            if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # a proxy of FX has no sizes
+                raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
+            x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
+            dims = [first + 1]
+        elif attn_mask is not None and dims is None:
             mask = real_tokens(attn_mask, x)
         if torch.jit.is_scripting():
-            return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
+            y = plain_update(x, f, parallel, orthogonal, dims, self.eps, mask)
         else:
-            return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep == "branch")
+            y = checked_update(x, f, parallel, orthogonal, dims, self.eps, mask, self.keep == "branch")
+        return y.flatten(first, first + 1) if self.groups > 1 else y
 
     def refuse_causal(self) -> None:
         """Raise ValueError if one projection covers all tokens. Blocks call this if their attention is causal."""
@@ -132,18 +138,6 @@ class Connection(nn.Module):
             raise ValueError(
                 "a connection has one projection for all tokens of a sample, but the attention is causal: each token "
                 "would depend on later tokens. Use the connection 'feature' or 'hybrid'")
-
-    def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
-        """Return the result of :meth:`join` with one projection per group of channels. ``x`` is already P x."""
-        if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # a proxy of FX has no sizes
-            raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
-        x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
-        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next axis has the channels
-        if torch.jit.is_scripting():
-            y = plain_update(x, f, parallel, orthogonal, [first + 1], self.eps)
-        else:
-            y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep == "branch")
-        return y.flatten(first, first + 1)
 
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
