@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ._checks import known_name
 from ._compat import is_sharded, takes_source_arguments
 from .blocks import (
-    LIBRARIES,
     host_class,
+    is_own,
     is_residual,
     library_of,
     route,
@@ -251,7 +251,7 @@ def _blocks(model: nn.Module) -> list[Block]:
     unsupported = {}
     for _, module, spec, _ in found:
         cls = written_class(module)
-        is_adapter = module in inside and cls.__module__.partition(".")[0] not in LIBRARIES
+        is_adapter = module in inside and is_own(cls)
         if spec is None and module not in known and not is_adapter and is_residual(cls):
             unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if unsupported or not blocks:

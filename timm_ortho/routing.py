@@ -48,7 +48,7 @@ class RoutingError(RuntimeError):
     """A block's method does not contain the expected additions, or cannot be rebuilt."""
 
 
-LIBRARIES = ("timm", "torchvision", "transformers")  # libraries with a table of blocks
+_LIBRARIES = ("timm", "torchvision", "transformers")  # libraries with a table of blocks
 _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call reaches an addition
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
@@ -183,7 +183,7 @@ def bypass_of_helper(block: type, spec: "BlockSpec") -> str:
 
 def is_own(cls: type) -> bool:
     """Return whether a class is a user's, and not from a library with a table of blocks."""
-    return cls.__module__.partition(".")[0] not in LIBRARIES
+    return cls.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def library_of(cls: type) -> str:
