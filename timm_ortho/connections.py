@@ -234,9 +234,8 @@ def register_connection(name: str, connection: Optional[Callable[..., Connection
     """
     if connection is None:
         return partial(register_connection, name)
-    arguments_of(connection)
+    create_connection(connection)  # raises for a wrong signature
     check_new_name("connection", name, connection, CONNECTIONS.get(name))
-    create_connection(connection)
     CONNECTIONS[name] = connection
     return connection
 
