@@ -61,7 +61,6 @@ class FoundModule(NamedTuple):
 def find_modules(model: nn.Module) -> list[FoundModule]:
     """Return the modules of a model in the order of ``named_modules()``, without connections and their wrappers."""
     found = []
-    specs: dict[type, Optional[BlockSpec]] = {}
     inside: set[nn.Module] = set()  # connections, wrappers and the modules inside them; a parent precedes its children
     for name, module in model.named_modules():
         if module in inside:
@@ -70,10 +69,7 @@ def find_modules(model: nn.Module) -> list[FoundModule]:
                        if (connection := _connection_in(attribute, child)) is not None}
         for attribute in connections:
             inside.update(module.get_submodule(attribute).modules())
-        cls = type(module)
-        if cls not in specs:
-            specs[cls] = spec_of(module)
-        found.append(FoundModule(name, module, specs[cls], connections))
+        found.append(FoundModule(name, module, spec_of(module), connections))
     return found
 
 
