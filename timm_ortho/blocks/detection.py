@@ -1,13 +1,13 @@
 """Detect unregistered residual blocks from the source of their ``forward``."""
 import ast
-import inspect
 import re
 from functools import cache
 from types import CodeType
-from typing import Any, Optional, Set, Union
+from typing import Optional, Set, Union
 
 from .._bytecode import adds, names_in
 from ..routing import syntax_tree
+from .lookup import method_of
 
 
 @cache
@@ -41,13 +41,12 @@ def calls_forward_of_base(cls: type) -> bool:
 
 
 def _code_of(cls: type) -> Optional[CodeType]:
-    forward: Any = getattr(cls, "forward", None)
-    return getattr(inspect.unwrap(forward), "__code__", None)
+    return getattr(method_of(cls, "forward"), "__code__", None)
 
 
 def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
     try:
-        function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
+        function = syntax_tree(method_of(cls, "forward")).body[0]
     except (OSError, TypeError, SyntaxError, AttributeError):  # built-in code, generated code, or no forward
         return None
     return function if isinstance(function, ast.FunctionDef) else None

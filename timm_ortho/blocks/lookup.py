@@ -29,7 +29,7 @@ def spec_of_class(cls: type) -> Optional[BlockSpec]:
         return _listed(cls)
     bases = ((base, _listed(base)) for base in cls.__mro__[1:])
     return next((replace(spec, name=name) for base, spec in bases
-                 if spec and all(_function(cls, each) is _function(base, each) for each in {"forward", spec.method})),
+                 if spec and all(method_of(cls, each) is method_of(base, each) for each in {"forward", spec.method})),
                 None)
 
 
@@ -38,7 +38,8 @@ def _listed(cls: type) -> Optional[BlockSpec]:
     return SPECS.get(name) if REGISTERED.get(name, cls) is cls else None
 
 
-def _function(cls: type, name: str) -> Any:
+def method_of(cls: type, name: str) -> Any:
+    """Return the unwrapped method of a class, None if it has none. transformers wraps ``forward`` in each subclass."""
     function: Any = getattr(cls, name, None)
     return inspect.unwrap(function)
 

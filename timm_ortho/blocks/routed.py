@@ -26,15 +26,9 @@ def written_class(module: nn.Module) -> type:
     """
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
-           and _forward(cls) is _forward(cls.__bases__[-1])):
+           and lookup.method_of(cls, "forward") is lookup.method_of(cls.__bases__[-1], "forward")):
         cls = cls.__bases__[-1]
     return cls
-
-
-def _forward(cls: type) -> Any:
-    """Return the unwrapped ``forward``; transformers wraps it again for each subclass of its layers."""
-    forward: Any = getattr(cls, "forward", None)
-    return inspect.unwrap(forward)
 
 
 def host_class(module: nn.Module) -> type:
