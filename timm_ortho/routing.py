@@ -268,9 +268,9 @@ class Router(ast.NodeTransformer):
         self.problem = ""
 
     # ------------------------------------------------------------------------------------- additions
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+    def visit_Assign(self, node: Any) -> ast.AST:
         self.generic_visit(node)
-        for target in node.targets:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             for inner in ast.walk(target):
                 self.copies.pop(getattr(inner, "id", ""), None)
                 self.arguments.discard(getattr(inner, "id", ""))
@@ -280,6 +280,8 @@ class Router(ast.NodeTransformer):
             self.copies.update((name.id, value.id) for name, value in pairs
                                if isinstance(name, ast.Name) and isinstance(value, ast.Name))
         return node
+
+    visit_AnnAssign = visit_Assign
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         call = self._call(node, node.left, node.right) if isinstance(node.op, ast.Add) else None

@@ -407,7 +407,7 @@ class Block(nn.Module):
     "x = operator.iadd(x, f)", "x = torch.addcmul(x, f, f)", "x = x - (-f)", "x = x - f.mean()", "x -= f",
     "x[:, 1:] += f", "x.data += f",
     "x = torch.subtract(x, f)", "x = torch.stack([x, f]).sum(0)", "x = torch.sum(torch.stack((f, x)), dim=0)",
-    "x = sum([x, f])", "x = y + f", "y += f", "y.add_(f)"])
+    "x = sum([x, f])", "x = y + f", "y += f", "y.add_(f)", "z: object = x; x = z + f"])
 def test_a_second_sum_that_is_not_replaced(tmp_path, statement):
     (tmp_path / "second.py").write_text(SECOND.format(statement))
     namespace = {"__name__": __name__}
