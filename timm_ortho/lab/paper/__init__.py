@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from ...connections import declared
 
@@ -28,16 +28,6 @@ def numbers() -> Mapping[str, Any]:
     skips, paper = (json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
                     for file in ("skips.json", "paper.json"))
     return {**skips, **paper}
-
-
-def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
-    """Return data set, table and top-1 by skip transform for a recipe of Wang et al., None for any other recipe."""
-    network, _, data = name.partition("_")
-    if network != "skipnet" or data not in numbers()["skip_recipe"]:
-        return None
-    table = numbers()["skips_branch4"]
-    top1 = {numbers()["skips"][skip]: by_data[data] for skip, by_data in table["20"].items()}
-    return numbers()["datasets"][data]["name"], table["table"], top1
 
 
 def section(table: str | None) -> Mapping[str, Any]:
@@ -72,16 +62,17 @@ def architecture(model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One of the paper's experiments for which the package has a recipe: an architecture on a data set."""
+    """One of the papers' experiments for which the package has a recipe: an architecture on a data set."""
 
-    architecture: str  # key in `paper.json`: `vit_s`, `resnetv2_34`, ...
-    dataset: str  # `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`
-    section: str = "accuracy"  # key of `numbers()`: `accuracy` (Table 2) or `initialisation` (Table 7)
+    architecture: str  # key in `paper.json`: `vit_s`, `resnetv2_34`, ...; `skipnet` for Wang et al.'s networks
+    dataset: str  # key of the data set in `paper.json`
+    section: str = "accuracy"  # key of `numbers()`: `accuracy` (Table 2), `initialisation` (Table 7) or `skips_branch4`
 
     @property
     def name(self) -> str:
         """The name of the recipe."""
-        return "_".join((self.architecture, self.dataset, *([] if self.section == "accuracy" else [self.section])))
+        suffix = ["initialisation"] if self.section == "initialisation" else []
+        return "_".join([self.architecture, self.dataset, *suffix])
 
     @property
     def table(self) -> str:
@@ -90,23 +81,25 @@ class Experiment:
     @property
     def recipe(self) -> Mapping[str, Any]:
         """The paper's hyperparameters for this architecture and data set."""
-        recipes = numbers()["recipes"]
+        recipes = {**numbers()["recipes"], "skipnet": numbers()["skip_recipe"]}
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
         shared = {key: value for key, value in recipe.items() if key not in numbers()["datasets"]}
         comments = {**recipe.get("comments", {}), **recipe[self.dataset].get("comments", {})}
         return {**shared, **recipe[self.dataset], "comments": comments}
 
-    def top1(self) -> dict[str, tuple[float, float]]:
-        """Return mean and standard deviation of top-1 accuracy in percent, by label.
+    def top1(self) -> dict[str, Sequence[float]]:
+        """Return [mean, standard deviation] of top-1 accuracy in percent, by label.
 
-        A label is a connection, or in Table 7 an initialisation and a connection.
+        A label is a connection, in Table 7 an initialisation and a connection, and for Wang et al. a skip transform.
         """
+        section = numbers()[self.section]
         if self.section == "accuracy":
-            by_connection = numbers()["accuracy"][self.architecture][self.dataset]
-            return {name("connection", connection): (mean, std) for connection, (mean, std) in by_connection.items()}
-        return {f"{start}, {name('connection', connection)}": (value[0], value[1])
-                for start in ("kaiming", "xavier", "orthogonal")
-                for connection, value in numbers()[self.section][start].items()}
+            by_connection = section[self.architecture][self.dataset]
+            return {name("connection", connection): value for connection, value in by_connection.items()}
+        if self.architecture == "skipnet":
+            return {name("skip", skip): by_data[self.dataset] for skip, by_data in section["20"].items()}
+        return {f"{start}, {name('connection', connection)}": value[:2] for start in ("kaiming", "xavier", "orthogonal")
+                for connection, value in section[start].items()}
 
 
 @cache
@@ -115,4 +108,5 @@ def experiments() -> Mapping[str, Experiment]:
     cells = [Experiment(architecture, dataset) for architecture in numbers()["architectures"]
              for dataset in numbers()["datasets"] if dataset in numbers()["accuracy"].get(architecture, ())]
     cells.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
+    cells += [Experiment("skipnet", dataset, "skips_branch4") for dataset in ("cifar10", "cifar100", "svhn")]
     return {experiment.name: experiment for experiment in cells}

@@ -11,23 +11,23 @@ from typing import Any, Mapping
 
 from jinja2 import Environment, PackageLoader
 
-from . import experiments, name, numbers, skip_recipe
+from . import experiments, name, numbers
 
 ANY_VIT = "vit_base_patch16_224_imagenet1k"  # the options of `vit_b_imagenet1k` for every architecture of timm
 
 
 def names() -> list[str]:
     """Return the names of the papers' recipes."""
-    return [*experiments(), ANY_VIT, *(f"skipnet_{data}" for data in ("cifar10", "cifar100", "svhn"))]
+    return [*experiments(), ANY_VIT]
 
 
 def stated(recipe: str) -> tuple[str, str, Mapping[str, Any]] | None:
     """Return data set, table and top-1 accuracies of a recipe in its paper, None for a recipe of no paper."""
-    if recipe in experiments():
-        experiment = experiments()[recipe]
-        return name("dataset", experiment.dataset), experiment.table, experiment.top1()
-    of_skips = skip_recipe(recipe)
-    return of_skips and (of_skips[0], f"{of_skips[1]} of Wang et al. (2017)", of_skips[2])
+    if recipe not in experiments():
+        return None
+    experiment = experiments()[recipe]
+    table = f"{experiment.table} of Wang et al. (2017)" if experiment.architecture == "skipnet" else experiment.table
+    return name("dataset", experiment.dataset), table, experiment.top1()
 
 
 def device_options(recipe: str) -> dict[str, Any]:
@@ -36,20 +36,16 @@ def device_options(recipe: str) -> dict[str, Any]:
     >>> device_options("vit_s_cifar10"), device_options("digits")
     ({'crop_padding': 4, 'rand_augment': [9, 5]}, {})
     """
-    given = _given(recipe)
+    experiment = experiments().get(_source(recipe))
+    given = experiment.recipe if experiment else {}
     augment = given.get("randaugment")
     return {**({"crop_padding": int(given["crop"].split()[1])} if str(given.get("crop")).startswith("pad") else {}),
             **({"rand_augment": [augment["operations"], augment["magnitude"]]} if augment else {})}
 
 
-def _given(recipe: str) -> Mapping[str, Any]:
-    """Return the hyperparameters that the paper states for a recipe, {} for a recipe of no paper."""
-    if recipe == ANY_VIT:
-        recipe = "vit_b_imagenet1k"
-    if recipe in experiments():
-        return experiments()[recipe].recipe
-    section, data = numbers()["skip_recipe"], recipe.removeprefix("skipnet_")
-    return {**section, **section[data]} if skip_recipe(recipe) else {}
+def _source(recipe: str) -> str:
+    """Return the name of the experiment whose hyperparameters a recipe has."""
+    return "vit_b_imagenet1k" if recipe == ANY_VIT else recipe
 
 
 @cache
@@ -57,9 +53,7 @@ def text(recipe: str) -> str:
     """Return a recipe as YAML, with its sources as comments."""
     environment = Environment(loader=PackageLoader(__package__, "."))
     environment.filters["json"] = json.dumps
-    values = _of_skipnet(recipe) if skip_recipe(recipe) else _of_experiment(recipe)
-    values = {**values, "given": _given(recipe), "is_vit": recipe.startswith("vit")}
-    lines = environment.get_template("recipe.yaml.jinja").render(values).strip().splitlines()
+    lines = environment.get_template("recipe.yaml.jinja").render(_values(recipe)).strip().splitlines()
     return "".join(f"{line}\n" for long in lines for line in _broken(long))
 
 
@@ -73,26 +67,19 @@ def _broken(line: str) -> list[str]:
     return [*lines, option.rstrip()] if option else lines
 
 
-def _accuracies(top1: Mapping[str, Any]) -> str:
-    return ", ".join(f"{label} {mean:.2f} +- {std:.2f}" for label, (mean, std) in top1.items())
-
-
-def _of_experiment(recipe: str) -> dict[str, Any]:
-    experiment = experiments()["vit_b_imagenet1k" if recipe == ANY_VIT else recipe]
-    architecture, data = experiment.architecture, experiment.dataset
-    section, of_paper = numbers()[experiment.section], numbers()["architectures"][architecture]
+def _values(recipe: str) -> dict[str, Any]:
+    """Return the variables of the template."""
+    experiment = experiments()[_source(recipe)]
+    architecture, data, given = experiment.architecture, experiment.dataset, experiment.recipe
+    section, kind = numbers()[experiment.section], "any_vit" if recipe == ANY_VIT else experiment.section
+    top1 = [f"{label} {mean:.2f} +- {std:.2f}" for label, (mean, std) in experiment.top1().items()]
     notes = [numbers()["recipe_notes"].get(key, "") for key in (architecture, experiment.name)]
-    return {
-        "kind": "any_vit" if recipe == ANY_VIT else experiment.section, "accuracies": _accuracies(experiment.top1()),
+    values = {
+        "kind": kind, "is_vit": recipe.startswith("vit"), "accuracies": ", ".join(top1), "given": given,
         "architecture": name("model", architecture), "data": name("dataset", data), "table": experiment.table,
-        "model": of_paper["model"], "images": numbers()["datasets"][data], "notes": " ".join(notes),
-        "hardware": numbers()["compute"][architecture][data],
+        "images": numbers()["datasets"][data], "notes": " ".join(notes),
         "runs": section["runs"], "first_runs": section.get(f"runs_{data}_first_version")}
-
-
-def _of_skipnet(recipe: str) -> dict[str, Any]:
-    data, table, top1 = skip_recipe(recipe)
-    given = _given(recipe)
-    return {"kind": "skipnet", "data": data, "table": table, "accuracies": _accuracies(top1),
-            "images": numbers()["datasets"][recipe.removeprefix("skipnet_")],
-            "decay_at": [round(share * given["epochs"]) for share in given["decay_at"]]}
+    if architecture == "skipnet":
+        return {**values, "decay_at": [round(share * given["epochs"]) for share in given["decay_at"]]}
+    return {**values, "model": numbers()["architectures"][architecture]["model"],
+            "hardware": numbers()["compute"][architecture][data]}

@@ -58,7 +58,7 @@ from ...convert import accepts, variant_arguments
 from ...run_folder import SWITCHED
 from .. import LabError, check_names, check_type
 from ..folder import Stage, Variant
-from ..paper import architecture, experiments, numbers, section, skip_recipe
+from ..paper import architecture, experiments, numbers, section
 from ..train_options import known_options
 from . import recipe
 from .study_file import SCALES, merged, read
@@ -385,7 +385,7 @@ class _NoRecipe(LabError):
 def _paper_recipe(model: str, dataset: str) -> str:
     """Return the name of the paper's recipe for an architecture on a data set."""
     name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{dataset.rpartition('/')[2]}"
-    if name in experiments() or skip_recipe(name):  # the package also has recipes that are not the papers'
+    if name in experiments():  # the package also has recipes that are not the papers'
         return name
     raise _NoRecipe(f"{model}: the paper has no recipe for {dataset or 'a folder of images'}")
 
