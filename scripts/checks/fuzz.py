@@ -24,7 +24,7 @@ from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Mapping, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace, job: int = 0) -> Outcome:
     device, failures, backends, lost = torch.device(options.device), [], Counter(), ""
     elements = ELEMENTS["interpreter" if device.type == "cpu" and options.backend == "triton" else device.type]
     end = time.monotonic() + options.seconds
-    for seed in _seeds(options, job):
+    for seed in count(options.first + job, options.jobs) if options.case is None else [options.case]:
         if time.monotonic() > end:
             break
         case = Case.of(seed, options.elements or elements)
@@ -202,12 +202,6 @@ def run(options: argparse.Namespace, job: int = 0) -> Outcome:
         if found:
             failures.append((case, found))
     return Outcome(backends, failures, lost)
-
-
-def _seeds(options: argparse.Namespace, job: int) -> Iterator[int]:
-    if options.case is not None:
-        return iter([options.case])
-    return count(options.first + job, options.jobs)
 
 
 def report(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> int:

@@ -44,7 +44,8 @@ def texts(root: Path) -> dict[Path, str]:
 
 
 def rows_of(results: Path) -> list[BenchRow]:
-    return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
+    return [row for path in sorted(results.glob("bench_*.csv"))
+            for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
 
 
 def costs(rows: Sequence[BenchRow]) -> str:
@@ -121,11 +122,6 @@ def section(rows: Sequence[BenchRow]) -> str:
     return "\n\n".join(filter(None, [unmeasured(rows), *tables, sources(rows)]))
 
 
-def read(path: Path) -> list[BenchRow]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def sources(rows: Iterable[BenchRow]) -> str:
     """Return a list item for each run: command, machine, versions, commit, day."""
     return "\n".join(dict.fromkeys(
@@ -168,8 +164,8 @@ def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
     return matched[0] if matched else {}
 
 
-def number(row: BenchRow, column: str, form: str, unit: float = 1) -> str:
-    return form.format(float(row[column]) / unit) if row.get(column) else NOT_MEASURED
+def number(row: BenchRow, column: str, form: str) -> str:
+    return form.format(float(row[column])) if row.get(column) else NOT_MEASURED
 
 
 def model_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
@@ -186,10 +182,10 @@ def model_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
     return lines
 
 
-def interval(row: BenchRow, name: str = "ratio") -> str:
-    if not row.get(f"{name}_p50"):
+def interval(row: BenchRow) -> str:
+    if not row.get("ratio_p50"):
         return NOT_MEASURED
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*(float(row[f"{name}_{q}"]) for q in ("p50", "p20", "p80")))
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*(float(row[f"ratio_{q}"]) for q in ("p50", "p20", "p80")))
 
 
 def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
