@@ -416,7 +416,7 @@ def curves() -> str:
         study, runs = archive(next(iter(one.contrast)))
         runs = [{**run, "batch_size": 128} for run in runs]
         panels += progress(Scene(runs, layout_of(study), {}), runs, lambda run: run["connection"], one.data)
-    return svg_text(lines_chart(panels, ""), "curves")
+    return svg_text(lines_chart(panels), "curves")
 
 
 def differing(path: Path, text: str) -> list[str]:

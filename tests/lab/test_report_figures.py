@@ -89,14 +89,14 @@ def test_every_learning_rate_of_the_paper_fits():
 
 def test_long_names_make_more_rows_of_the_legend():
     names = [f"a rather long name of a line, number {index}" for index in range(8)]
-    figure = lines_chart([Panel("title", {name: ({"color": "k"}, [0, 1], [[1.0, 2.0]]) for name in names})], "epoch")
+    figure = lines_chart([Panel("title", {name: ({"color": "k"}, [0, 1], [[1.0, 2.0]]) for name in names}, "epoch")])
     assert_fits("legend", figure)
     assert len(figure.legends[0].get_texts()) == 8
 
 
 def test_lines_are_means_and_shades_deviations_with_gaps():
     curves = [[1.0, None, math.nan, 4.0], [3.0, 5.0, None, None]]
-    axes = lines_chart([Panel("", {"a": ({"color": "k"}, [1, 2, 3, 4], curves)})], "epoch").axes[0]
+    axes = lines_chart([Panel("", {"a": ({"color": "k"}, [1, 2, 3, 4], curves)}, "epoch")]).axes[0]
     x, y = axes.lines[0].get_data()
     assert list(x) == [1, 2, 3, 4]
     assert [value for value in y if not math.isnan(value)] == [2.0, 5.0, 4.0]
@@ -108,8 +108,8 @@ def test_lines_are_means_and_shades_deviations_with_gaps():
 def test_shades_are_drawn_where_they_do_not_overlap():
     """The lines are 0.2, 4 and 6 apart at x = 0, 1 and 2, with deviations of 0.7 above and below each."""
     curves = {"low": [[0, 0, 0], [1, 1, 1]], "high": [[0.2, 4, 6], [1.2, 5, 7]]}
-    panel = Panel("", {name: ({"color": "k"}, [0, 1, 2], of_line) for name, of_line in curves.items()})
-    for shade in lines_chart([panel], "epoch").axes[0].collections:
+    panel = Panel("", {name: ({"color": "k"}, [0, 1, 2], of_line) for name, of_line in curves.items()}, "epoch")
+    for shade in lines_chart([panel]).axes[0].collections:
         [path] = shade.get_paths()
         assert (path.vertices[:, 0].min(), path.vertices[:, 0].max()) == (1, 2)
 

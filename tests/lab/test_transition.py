@@ -94,11 +94,6 @@ def test_null_counts_as_nan():
     assert point["step"] == 200
 
 
-def test_traces_of_different_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"must have the same shape \[seeds, steps\], got \[3, 4\] and \[2, 4\]$"):
-        transition_point(np.ones((3, 4)), np.ones((2, 4)))
-
-
 def test_runs_without_a_common_step_have_no_transition():
     """A user's own run of train.py may record different steps, or no step of a site."""
     late = [{**row, "step": row["step"] + 1} for row in rows({(0, "mlp"): [1.0, 2.0]})]

@@ -49,7 +49,7 @@ class Panel:
 
     title: str
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
-    below: str = ""  # title of the x axis; by default that of the chart
+    below: str  # title of the x axis
     marks: Sequence[float] = ()  # x of dotted vertical lines
     ticks: Sequence[str] = ()  # labels of x = 0, 1, ...; by default whole numbers
     points: bool = False  # whether to draw each run as a dot, and bars instead of shades
@@ -136,26 +136,20 @@ def _finished(figure: Figure) -> Figure:
 
 
 # --------------------------------------------------------------------------------------------- line charts
-def lines_chart(panels: Sequence[Panel], below: str, *, shared: bool = False) -> Figure:
-    """Draw line charts in one or two columns of panels.
-
-    Args:
-        panels: The panels, row by row.
-        below: Title of the x axes of panels without one.
-        shared: Give all panels the same range of y.
-    """
+def lines_chart(panels: Sequence[Panel], shared: bool = False) -> Figure:
+    """Draw line charts in one or two columns of panels, row by row. `shared` gives all panels the same range of y."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(max(5.5, 3.5 * columns), 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
-        _draw(axes, panel, below)
+        _draw(axes, panel)
     for axes in grid[len(panels):]:
         axes.remove()
     return _finished(figure)
 
 
-def _draw(axes: Axes, panel: Panel, below: str) -> None:
+def _draw(axes: Axes, panel: Panel) -> None:
     bands = {name: (x, *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
     for name, (look, x, curves) in panel.lines.items():
         if panel.points:
@@ -166,7 +160,7 @@ def _draw(axes: Axes, panel: Panel, below: str) -> None:
             axes.scatter(*zip(*dots, strict=True), s=9, color=look["color"], alpha=0.45, linewidths=0)
         else:
             _band(axes, name, look, bands)
-    _title(axes, panel.title, panel.below or below)
+    _title(axes, panel.title, panel.below)
     _x_axis(axes, panel)
     values = [value for _, _, curves in panel.lines.values() for value in chain(*curves) if finite(value)]
     if panel.log and max(values, default=0) > 0:
@@ -223,7 +217,9 @@ def _band(axes: Axes, name: str, look: Mapping, bands: Mapping[str, tuple]) -> N
 
 
 def _panel(
-        title: str, runs: Sequence[Run], name: Name, curve: Points, among: Sequence[Run] = (), **options: Any) -> Panel:
+        title: str, below: str, runs: Sequence[Run], name: Name, curve: Points, among: Sequence[Run] = (),
+        **options: Any,
+) -> Panel:
     """Return a panel with a line for each name. A curve has None where its run has no point.
 
     Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
@@ -233,17 +229,17 @@ def _panel(
         by_run = list(map(curve, members))
         every_x = sorted(set().union(*by_run))
         lines[line] = style(line, names), every_x, [[of_run.get(at) for at in every_x] for of_run in by_run]
-    return Panel(title, lines, **options)
+    return Panel(title, lines, below, **options)
 
 
 def _titled(part: str, title: str) -> str:
     return f"{part}: {title}" if part else title
 
 
-def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Picture:
+def _drawing(name: str, caption: str, panels: Sequence[Panel], shared: bool = False) -> Picture:
     """Return a line chart. Sentences about the axes and the lines are appended to `caption`."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
-    belows = dict.fromkeys(panel.below or below for panel in panels)
+    belows = dict.fromkeys(panel.below for panel in panels)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
@@ -252,7 +248,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
                  f"Lines: means over {count} runs. Shaded: one standard deviation, where shades do not overlap."]
     return Picture("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {', '.join(belows)}: {titles}. Lines: {', '.join(lines)}.",
-                   partial(lines_chart, panels, below, **options))
+                   partial(lines_chart, panels, shared))
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -268,8 +264,8 @@ def _history(
         return {(row["epoch"] + 1) * (steps or 1): row.get(column) for row in run["history"]}
 
     return _panel(
-        _titled(part, HISTORY[column].format(scene.layout.images)), runs, name, points, scene.having("history"),
-        below="training step" if steps else "epoch", log=column.endswith("loss"),
+        _titled(part, HISTORY[column].format(scene.layout.images)), "training step" if steps else "epoch",
+        runs, name, points, scene.having("history"), log=column.endswith("loss"),
         marks=sorted({run["switch_epoch"] * (steps or 1) for run in runs if run.get("switch_epoch")}))
 
 
@@ -297,7 +293,7 @@ def _training(scene: Scene, *, by: Optional[By] = None, lines: Names = None) -> 
     if panels:
         caption = (f"Training loss, with a logarithmic y axis, and accuracy on the {scene.layout.images} images. A "
                    "point of the loss is its mean over an epoch.")
-        yield _drawing("training", caption, panels, "epoch")
+        yield _drawing("training", caption, panels)
 
 
 def _curves(
@@ -310,7 +306,7 @@ def _curves(
               for part, members in scene.parts(by, runs)]
     if panels and scene.layout.varies(column):
         caption = caption or f"{HISTORY[column].format(scene.layout.images)}."
-        yield _drawing(name, caption, panels, "epoch", shared=True)
+        yield _drawing(name, caption, panels, shared=True)
 
 
 # ---------------------------------------------------------------------------------------------- the stream
@@ -329,14 +325,14 @@ def _stream(scene: Scene) -> Pictures:
         for sites, of_sites in by_sites.items():
             subject = ", ".join(dict.fromkeys(filter(None, [
                 part, *(map(name, of_sites) if len(by_sites) > 1 else ())])))
-            panels += [_panel(_titled(subject, title), of_sites, name, lambda run, read=read: dict(enumerate(map(
-                read, run["probe"][-1]["sites"]))), runs, ticks=sites) for title, read in _PROBES.items()]
+            panels += [_panel(_titled(subject, title), "site, from the first block to the last", of_sites, name,
+                              lambda run, read=read: dict(enumerate(map(read, run["probe"][-1]["sites"]))),
+                              runs, ticks=sites) for title, read in _PROBES.items()]
     if panels:
         yield _drawing(
             "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
             f"training. Both are computed over the channels of each token or pixel of one batch of "
-            f"{scene.layout.images} images. The plot shows the root of the mean of |x|², and the mean cosine.",
-            panels, "site, from the first block to the last")
+            f"{scene.layout.images} images. The plot shows the root of the mean of |x|², and the mean cosine.", panels)
 
 
 def _sites_of(run: Run) -> tuple[str, ...]:
@@ -362,11 +358,11 @@ def _traces(scene: Scene) -> Pictures:
              for point in scene.recorded.get("transitions", ()) if point["step"] is not None}
     for (kind, sites), (measure, (source, about)) in product(_sites(runs).items(), _CAPTIONS.items()):
         if any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
-            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, _trace(site, measure),
+            panels = [_panel(f"block {layer}: {TRACES[measure]}", "training step", runs, name, _trace(site, measure),
                              marks=[step for key, step in steps.items() if key == (measure, layer, kind)],
                              zero=measure == "cosine") for layer, site in sites]
             yield _drawing(f"{measure} {kind}", f"{TRACES[measure]} in the {kind} branches, with a panel for each "
-                           f"block{source}. {about}", panels, "training step")
+                           f"block{source}. {about}", panels)
 
 
 def _trace(site: str, measure: str) -> Points:
@@ -400,11 +396,11 @@ def _last_branch(scene: Scene, *, by: By = (), caption: str = "") -> Pictures:
     name = scene.named(None, by)
     for part, runs in scene.parts(by, scene.having("dynamics")):
         site = last_branch(runs[0]["dynamics"])
-        panels = [_panel(_titled(part, TRACES[measure]), runs, name, _trace(site, measure), log=True)
+        panels = [_panel(_titled(part, TRACES[measure]), "training step", runs, name, _trace(site, measure), log=True)
                   for measure in ("orthogonal", "parallel", "branch")]
         norms = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
                  f"logarithmic y axes. {caption}")
-        yield _drawing(f"norms {part}", norms.rstrip(), panels, "training step")
+        yield _drawing(f"norms {part}", norms.rstrip(), panels)
 
 
 # -------------------------------------------------------------------------------------------------- points
@@ -428,8 +424,9 @@ def _points(
         runs = [run for run in scene.runs if finite(read(run))]
         if runs:
             panels.append(_panel(
-                title, runs, line, lambda run, read=read: {at(run) if numeric else values.index(at(run)): read(run)},
-                scene.runs, points=True, log_x=log and numeric and min(values) > 0,
+                title, below, runs, line,
+                lambda run, read=read: {at(run) if numeric else values.index(at(run)): read(run)}, scene.runs,
+                points=True, log_x=log and numeric and min(values) > 0,
                 ticks=() if numeric else [layout.label(x, value_text(value)) for value in values]))
             correlations += [f"{title}: {correlation(runs, x, read)}"] if pearson else []
     if not panels:
@@ -440,7 +437,7 @@ def _points(
         caption = f"{caption} Pearson's correlation over the runs: {'; '.join(correlations)}."
     titles = " and ".join(panel.title for panel in panels)
     yield Picture(name or x, caption, f"{titles} over {below}. Lines: {', '.join(grouped(scene.runs, line))}.",
-                  partial(lines_chart, panels, below))
+                  partial(lines_chart, panels))
 
 
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:

@@ -33,17 +33,10 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
         linear: Traces of shape ``[seeds, steps]``. NaN, from a diverged run, counts as not apart.
         orthogonal: Traces of the same seeds in the same order.
 
-    Raises:
-        ValueError: The shapes differ, or are not two-dimensional.
-
     >>> transition_point([[1, 1, 1, 1, 1, 1]], [[1, 1, 2, 3, 4, 5]])
     2
     """
     linear, orthogonal = np.asarray(linear, dtype=float), np.asarray(orthogonal, dtype=float)
-    if linear.ndim != 2 or linear.shape != orthogonal.shape:
-        raise ValueError(
-            "traces of both connections must have the same shape [seeds, steps], got "
-            f"{list(linear.shape)} and {list(orthogonal.shape)}")
     means = np.stack([linear.mean(0), orthogonal.mean(0)])
     finite = means[np.isfinite(means)]
     apart = np.abs(means[1] - means[0]) > VISIBLE * (np.ptp(finite) if finite.size else math.nan)
