@@ -16,9 +16,7 @@ hypothesis whose archive is missing is not run. F is Orthogonal-F (`feature`), w
 plain addition (`linear`).
 """
 import argparse
-import csv
 import hashlib
-import io
 import math
 import sys
 from difflib import unified_diff
@@ -31,7 +29,7 @@ import numpy as np
 from scipy import stats
 
 from scripts.pages.marked import replaced, span, table
-from timm_ortho._text import svg_text
+from timm_ortho._text import csv_text, svg_text
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.reporting.layout import grouped
 from timm_ortho.lab.reporting.plots import Scene, lines_chart, progress
@@ -327,14 +325,6 @@ def row_of(one: Hypothesis, difference: Optional[Difference], p: Optional[float]
 
 
 # -------------------------------------------------------------------------------- tables and notes
-def decisions_csv() -> str:
-    file, rows = io.StringIO(), decisions()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
 def decisions_table() -> str:
     """Return the table of docs/evidence.md."""
     header = ["", "hypothesis", "data", "model", "pairs", "difference [95 %]", "p (Holm)", "decision", "in the paper"]
@@ -403,7 +393,7 @@ def texts(root: Path) -> dict[Path, str]:
     script = "scripts.evidence"
     return {
         root / "model_cards" / "results" / "SHA256SUMS": checksums(),
-        root / "model_cards" / "decisions.csv": decisions_csv(),
+        root / "model_cards" / "decisions.csv": csv_text(decisions()),
         page: replaced(page, {"decisions": decisions_table(), "notes": notes()}, script),
         front: replaced(front, {"gains": gains_table()}, script),
     }

@@ -1,9 +1,10 @@
-"""Format text: aligned columns, file names, suggestions, errors in one line, JSON and SVG. Define the users' error."""
+"""Format text: columns, file names, suggestions, errors in one line, CSV, JSON and SVG. Define the users' error."""
+import csv
 import difflib
 import io
 import math
 import re
-from typing import Any, AnyStr, Iterable, List, Optional, Sequence
+from typing import Any, AnyStr, Iterable, List, Mapping, Optional, Sequence
 
 _OTHER_WORDS = {  # words from the papers and other libraries -> names of this package and of timm
     "orthogonal": "feature", "identity": "linear", "learning_rate": "lr", "image_size": "img_size", "optimizer": "opt",
@@ -109,6 +110,16 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nan(v) for v in value]
     return value
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Optional[Sequence[str]] = None) -> str:
+    """Return rows as CSV below a header, by default with all keys in the order in which they first occur."""
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else columns
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def svg_text(figure: Any, salt: str) -> str:

@@ -17,8 +17,6 @@ The first three metrics have the quantiles p20, p50 and p80 over the repetitions
 single values. None marks a value that could not be measured, and "" marks a value that does not apply. If a candidate
 failed, all its metrics are None. None and "" are empty cells in the CSV.
 """
-import csv
-import io
 import os
 import platform
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from .._text import aligned
+from .._text import aligned, csv_text
 from ..run_folder import environment, made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
@@ -194,13 +192,9 @@ def _table(rows: Sequence[Measurement], part: str) -> str:
 
 def write_rows(folder: Path, rows: Sequence[Measurement]) -> None:
     """Write `bench.csv`, which replaces an existing file in one step."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    table.writeheader()
-    for row in rows:
-        table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+    texts = [{key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     partial_file = folder / ".bench.csv.partial"
     partial_file.unlink(missing_ok=True)  # a link of another person to a file elsewhere
-    partial_file.write_text(text.getvalue(), encoding="utf-8")
+    partial_file.write_text(csv_text(texts, COLUMNS), encoding="utf-8")
     os.replace(partial_file, folder / "bench.csv")

@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import file_name
+from ..._text import csv_text, file_name
 from ...run_folder import checked
 from .. import LabError, one_line, whole_file, write_json
 from ..folder import ANY, RUN_KIND, STUDY_KIND, read_as
@@ -84,14 +84,10 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _write_table(file: Path, rows: Rows, digits: int) -> None:
-    text = io.StringIO()
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in LEFT_OUT]
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_rounded(row.get(key), digits) for key in columns] for row in rows)
+    rounded = [{key: _rounded(value, digits) for key, value in row.items() if key not in LEFT_OUT} for row in rows]
     # without name and time in the header, equal tables give equal files
     with whole_file(file) as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
-        packed.write(text.getvalue().encode("utf-8"))
+        packed.write(csv_text(rounded).encode("utf-8"))
 
 
 def _rounded(value: Any, digits: int) -> Any:

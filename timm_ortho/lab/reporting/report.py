@@ -36,8 +36,6 @@ rendering in `page`. A study's `layout` lists its tables and plots. The title an
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
 """
-import csv
-import io
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from inspect import signature
@@ -45,7 +43,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import finite
+from ..._text import csv_text, finite
 from .. import LabError, check_names, check_type, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
@@ -184,21 +182,13 @@ def write(part: Part, folder: Path) -> str:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
     write_json(folder / "results.json", part.json)
-    write_text(folder / "history.csv", _history(part.runs))
+    write_text(folder / "history.csv", csv_text(list(tables.tidy(part.runs))))
     write_text(folder / "report.md", page.markdown(part.title, blocks))
     write_text(folder / "report.html", page.page(part.title, blocks))
     table = page.text_table(tables.results(part.entries, part.layout)) if part.runs else ""
     unfinished = f"not finished: {'; '.join(part.unfinished)}" if part.unfinished else ""
     return "\n\n".join(filter(None, [part.title, part.about, table, unfinished, " ".join(_lead(part)),
                                      f"report: {folder / 'report.html'}"]))
-
-
-def _history(runs: Sequence[Run]) -> str:
-    rows, text = list(tables.tidy(runs)), io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 # ----------------------------------------------------------------------------------------------- the document
