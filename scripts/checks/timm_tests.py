@@ -57,6 +57,7 @@ class Outcomes:
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Keep the tests of the models, and move those of timm's architectures behind them."""
         items[:] = sorted(filter(_key, items), key=lambda item: _key(item)[1] not in self.bases)
+        self.keys = {item.nodeid: _key(item) for item in items}
 
     def pytest_runtest_setup(self, item) -> None:
         test, model = _key(item)
@@ -67,12 +68,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.outcome != "passed":
             crash = getattr(report.longrepr, "reprcrash", None)
-            key = dict(report.user_properties)["key"]
-            self.outcomes[key] = report.outcome, crash.message.strip().splitlines()[0] if crash else ""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_itemcollected(self, item) -> None:
-        item.user_properties.append(("key", _key(item)))
+            message = crash.message.strip().splitlines()[0] if crash else ""
+            self.outcomes[self.keys[report.nodeid]] = report.outcome, message
 
     def pytest_runtest_teardown(self) -> None:
         gc.collect()  # FX graphs keep gigabytes of models alive in reference cycles
