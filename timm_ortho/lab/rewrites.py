@@ -127,7 +127,7 @@ def absorb(model: ModelT) -> ModelT:
             matrices.insert(0, matrices[0] @ entry.p)
         return matrices
 
-    return _rewritten(model, "absorb", "orthogonal", bases, lambda *_: None)
+    return _rewritten(model, "absorb", "orthogonal", bases)
 
 
 def diagonalise(model: ModelT) -> ModelT:
@@ -158,28 +158,19 @@ def diagonalise(model: ModelT) -> ModelT:
         _, vectors = torch.linalg.eigh(p)  # P is symmetric: Lambda = U P U^T with orthogonal U
         return [vectors.T] * (len(chain) + 1)
 
-    def coordinates(entry: _SiteWithSkip, u: Tensor, like: Tensor) -> nn.Module:
-        return Coordinates((u @ entry.p @ u.T).diagonal().round(), entry.site.connection.dim, like)
-
-    return _rewritten(model, "diagonalise", "idempotent", bases, coordinates)
+    return _rewritten(model, "diagonalise", "idempotent", bases)
 
 
 def _rewritten(
-        model: ModelT,
-        verb: str,
-        kind: str,
-        bases: Callable[[List[_SiteWithSkip]], List[Tensor]],
-        skip: Callable[[_SiteWithSkip, Tensor, Tensor], Optional[nn.Module]],
-) -> ModelT:
+        model: ModelT, verb: str, kind: str, bases: Callable[[List[_SiteWithSkip]], List[Tensor]]) -> ModelT:
     """Return a copy of a model whose stream is in new bases.
 
     Args:
         model: A model with connections.
         verb: Name of the rewrite, for errors.
         kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
-        bases: Returns the matrices T before each site of a chain and after its last site.
-        skip: Returns the new skip of a site, given the site, the matrix T before it, and a parameter of the model for
-            the device and dtype.
+        bases: Returns the matrices T before each site of a chain and after its last site. In these bases, every skip
+            is a diagonal matrix of zeros and ones.
     """
     model = copy.deepcopy(model)
     all_sites = _sites_with_skips(model, verb, kind)
@@ -192,13 +183,15 @@ def _rewritten(
             _insert(first.block, "downsample", matrices[0], first, like)
         else:  # transform the input of the first block; Eq. 12 multiplies the first layer's weights
             _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
-        for index, entry in enumerate(chain):
-            before = incoming if index == 0 and entry.projects else matrices[index]
+        for entry, before, after in zip(chain, matrices, matrices[1:], strict=False):
+            of_branch = incoming if entry.projects else before  # a projected shortcut applies the new basis
             first_layer, last_layer = entry.layers
-            if before is not None:
-                _insert(entry.block, first_layer, before.T, entry, like, is_before=True)
-            _insert(entry.block, last_layer, matrices[index + 1], entry, like)
-            entry.site.connection.skip = skip(entry, matrices[index], like)
+            if of_branch is not None:
+                _insert(entry.block, first_layer, of_branch.T, entry, like, is_before=True)
+            _insert(entry.block, last_layer, after, entry, like)
+            kept = (after @ entry.p @ before.T).diagonal().round()
+            connection = entry.site.connection
+            connection.skip = None if kept.all() else Coordinates(kept, connection.dim, like)
         incoming = matrices[-1]
     _insert(model, "norm", matrices[-1].T, all_sites[-1], like, is_before=True)
     return model
