@@ -89,17 +89,14 @@ def _weights(options: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
-    """Add `linear_cka` to the `representation` of each run: CKA between the run and its baseline run.
+    """Add `linear_cka` to the `representation` of each run: CKA between the run and the baseline run with its seed.
 
-    The baseline run has the values of the study's key `baseline`, and is otherwise as the run. The value is None if it
-    is missing or is the run itself.
+    The value is None if the baseline run is missing or is the run itself.
     """
-    def setting(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
-        return *sorted({**run["cell"], "connection": run["connection"], **changed}.items()), run["seed"]
-
-    by_setting = {setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
-    for run, folder in zip(runs, folders, strict=True):
-        partner = by_setting.get(setting(run, baseline), folder)
+    groups = [tables.group_of(run) for run in runs]
+    by_seed = {(group, run["seed"]): folder for group, run, folder in zip(groups, runs, folders, strict=True)}
+    for group, run, folder in zip(groups, runs, folders, strict=True):
+        partner = by_seed.get((tables.baseline_of(dict.fromkeys(groups), group, baseline), run["seed"]), folder)
         cka = None if partner == folder else representation.linear_cka(features_in(partner), features_in(folder))
         run["representation"] = {**run["representation"], "linear_cka": cka}
 
