@@ -29,14 +29,6 @@ class Heading(NamedTuple):
     text: str
 
 
-class Text(NamedTuple):
-    text: str
-
-
-class Items(NamedTuple):
-    items: Sequence[str]
-
-
 class Code(NamedTuple):
     text: str
 
@@ -71,7 +63,7 @@ class Picture:
         return svg_text(self.draw(), file_name(self.name))
 
 
-Block = Union[Heading, Text, Items, Code, Link, Table, Picture]
+Block = Union[str, list[str], Heading, Code, Link, Table, Picture]  # a text is a paragraph, a list has bullets
 
 
 def page(title: str, blocks: Sequence[Block]) -> str:

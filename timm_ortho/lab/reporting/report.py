@@ -47,7 +47,7 @@ from ..._text import csv_text, finite
 from .. import LabError, check_names, check_type, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
-from .page import Block, Code, Heading, Items, Link, Picture, Table, Text
+from .page import Block, Code, Heading, Link, Picture, Table
 from .plots import DRAWINGS, HISTORY, Scene, branch, drawings, forest, last_branch
 from .statistics import detected
 from .transition import transition_points
@@ -194,23 +194,23 @@ def write(part: Part, folder: Path) -> str:
 # ----------------------------------------------------------------------------------------------- the document
 def document(part: Part) -> Iterator[Block]:
     """Yield the blocks of a report: the answer, the results, the plots, the runs, and the terms."""
-    yield from (Text(" ".join(_lead(part))), Text(part.about))
+    yield from (" ".join(_lead(part)), part.about)
     if part.unfinished:
-        yield Text(f"Not finished: {'; '.join(part.unfinished)}.")
+        yield f"Not finished: {'; '.join(part.unfinished)}."
     if part.runs:
         yield from _results(part)
-    yield from map(Text, part.study["changed"])
+    yield from part.study["changed"]
     if part.runs:
         yield from (Heading("Every run"), tables.every_run(part.runs, part.layout),
                     Link("All epochs as CSV", "history.csv"))
         diverged = _seeded(part, [run for run in part.runs if "loss" in run and not finite(run["loss"])])
         if diverged:
-            yield Text(f"Diverged, with a loss that is not finite: {diverged}. Their accuracy is included as measured.")
+            yield f"Diverged, with a loss that is not finite: {diverged}. Their accuracy is included as measured."
     yield from (Heading("How it was made"), Code(part.study["command"]))
     rows = [[key, value] for key, value in _made(part).items() if value]
     yield Table(["property", "value"], rows, label="how it was made", wrap=True)
     if part.compared:
-        yield from (Heading("Method and terms"), Items(_terms(part)))
+        yield from (Heading("Method and terms"), _terms(part))
 
 
 def _results(part: Part) -> Iterator[Block]:
@@ -218,17 +218,17 @@ def _results(part: Part) -> Iterator[Block]:
     yield from (Heading("Results"), tables.results(part.entries, layout))
     protocol = section.get("protocol") or section.get("definition")
     baseline = ", ".join(layout.named(axis, value_text(value)) for axis, value in part.study["baseline"].items())
-    yield Text(" ".join(filter(None, [
+    yield " ".join(filter(None, [
         f"Means ± standard deviations over the seeds, on the {layout.images} images, and differences to {baseline} "
         "with the same seed.",
         "Runs with model_ema are evaluated with the EMA weights, the moving average of the trained weights."
         if any(run.get("ema") for run in part.runs) else "",
         layout.protocol.replace("{images}", layout.images), f"{protocol}." if protocol else "",
-        f"Source: {section['source']}." if "source" in section else ""])))
+        f"Source: {section['source']}." if "source" in section else ""]))
     yield from forest(part.entries)
     for table, note in (tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables):
         if table.rows:
-            yield from (Heading(table.label), table, Text(note))
+            yield from (Heading(table.label), table, note)
     drawn = drawings(Scene(part.runs, layout, part.recorded))
     yield from [Heading("Plots"), *drawn] if drawn else []
 
