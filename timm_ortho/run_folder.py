@@ -24,16 +24,14 @@ import importlib
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
@@ -41,6 +39,7 @@ import torch
 from torch import nn
 
 from ._images import data_config
+from ._kinds import ANY, COUNT, FLAG, NULL, NUMBER, SIZE, TEXT, Plain, checked, one_of, optional
 from ._text import CONSTRUCTOR_ERRORS, UserError, error_text, finite, whole_lines, without_nan
 from ._yaml import YAMLError, load_written_yaml
 from .convert import is_variant_argument
@@ -65,73 +64,28 @@ class NoRunError(RunError):
 
 
 # --------------------------------------------------------------------------------------------- run.json
-def _command(value: Any) -> str:
-    if not isinstance(value, str) or not shlex.split(value):
-        raise ValueError("the command is empty")
-    return value
-
-
-def plain(value: Any) -> Any:
-    """Return a text, a number, true, false or null. A list or a mapping raises a ValueError."""
-    if isinstance(value, (list, dict)):
-        raise ValueError(f"{value!r:.60} is not one value")
-    return value
-
-
-# A kind is a type, a function that returns a checked value, the allowed values as a set, the kind of a list's items in
-# a list, or a mapping with the kinds of its values. The key ... has the kind of all other values. A tuple of one kind
-# allows null, and allows that a key is missing.
 _SESSION = {
-    **dict.fromkeys("timm-ortho timm torch commit host cpu gpu driver begin end job error".split(), (str,)),
-    "command": (_command,), "pid": (int,)}
+    **optional("timm-ortho timm torch commit host cpu gpu driver command begin end job error", TEXT),
+    **optional("pid", COUNT)}
 _RESULT = {
-    **dict.fromkeys("model connection device".split(), (str,)), "trainer": ({"lab", "train.py"},),
-    **dict.fromkeys("seed parameters blocks width batch_size epochs best_epoch switch_epoch hold_out peak_memory"
-                    .split(), (int,)),
-    **dict.fromkeys("lr top1 top5 loss best_top1 images_per_second seconds".split(), (float,)),
-    "representation": ({...: (float,)},), "labels": ([str],)}
-_ROW = {"connection": str, "baseline": str, "seeds": [int], "top1_mean": float, "top1_std": (float,),
-        "difference": ({"mean": float, "half_width": (float,), "pairs": int},)}
-_KINDS = {
-    "plan": {
-        "trainer": str, "record": (int,), "representation": bool, "hold_out": int, "gpus": int, "nodes": int,
-        "stages": [{"folder": {".", SWITCHED}, "begins_with": {"", "weights", "checkpoint"}, "stop_epoch": (int,)}]},
-    "job": (str,),
+    **optional("model connection device", TEXT), **optional("trainer", one_of("lab", "train.py")),
+    **optional("seed parameters blocks width batch_size epochs best_epoch switch_epoch hold_out peak_memory", COUNT),
+    **optional("lr top1 top5 loss best_top1 images_per_second seconds", NUMBER),
+    **optional("representation", {...: (NUMBER, NULL)}), **optional("labels", [TEXT])}
+_ROW = {
+    "connection": TEXT, "baseline": TEXT, "seeds": [COUNT], "top1_mean": NUMBER, **optional("top1_std", NUMBER),
+    **optional("difference", {"mean": NUMBER, **optional("half_width", NUMBER), "pairs": COUNT})}
+_STAGE = {"folder": one_of(".", SWITCHED), "begins_with": one_of("", "weights", "checkpoint"),
+          **optional("stop_epoch", COUNT)}
+_RUN = {
+    "plan": {"trainer": TEXT, **optional("record", COUNT), "representation": FLAG, "hold_out": COUNT, "gpus": COUNT,
+             "nodes": COUNT, "stages": [_STAGE]},
+    **optional("job", TEXT),
     "sessions": [_SESSION],
-    "result": (_RESULT,),
-    "comparison": ({"split": (str,), "top1": [{"seed": int, "top1": float}], "rows": [_ROW]},),
+    **optional("result", _RESULT),
+    **optional("comparison", {
+        **optional("split", TEXT), "top1": [{"seed": COUNT, "top1": NUMBER}], "rows": [_ROW]}),
 }
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN, inf and 10**400
-
-
-def checked(value: Any, kind: Any, name: str) -> Any:
-    """Return a value of a JSON file if it is of a kind. Raise a ValueError with its name otherwise."""
-    if isinstance(kind, tuple):
-        return None if value is None else checked(value, kind[0], name)
-    if isinstance(kind, list) and isinstance(value, list):
-        return [checked(item, kind[0], name) for item in value]
-    if isinstance(kind, dict) and isinstance(value, dict):
-        kinds = dict.fromkeys(value, kind[...]) if ... in kind else {}
-        kinds.update({key: inner for key, inner in kind.items() if key is not ...})
-        wrong = [key for key in value if key not in kinds]
-        wrong += [key for key, inner in kinds.items() if key not in value and not isinstance(inner, tuple)]
-        if wrong:
-            raise ValueError(f"{name} has an unknown key, or lacks one: '{wrong[0]}'")
-        return {key: checked(value[key], inner, f"{name}.{key}") for key, inner in kinds.items() if key in value}
-    if isinstance(kind, set) and isinstance(value, str) and value in kind:
-        return value
-    if kind is float and _is_number(value):
-        return float(value)
-    if kind is int and type(value) is int and value >= 0:
-        return value
-    if kind in (str, bool) and type(value) is kind:
-        return value
-    if isinstance(kind, FunctionType):
-        return kind(value)
-    raise ValueError(f"{name} is {value!r:.60}")
 
 
 @dataclass(frozen=True)
@@ -178,11 +132,11 @@ def read_run(folder: Path) -> Optional[RunFile]:
     if not path.is_file():
         return None
     try:
-        values = checked(json.loads(_text_of(path)), _KINDS, "it")
+        values = checked(json.loads(_text_of(path)), _RUN, "it")
         if not values["plan"]["stages"]:
             raise ValueError("the plan has no stage")
         return RunFile(**values)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, UserError) as error:
         raise RunError(f"{path} cannot be read ({error_text(error)}): copy it again, or remove {folder} to train the "
                        "run again") from None
 
@@ -224,39 +178,37 @@ def card_values(
 
 
 # ------------------------------------------------------------------------------------------ timm's files
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _is_list_of(value: Any, kind: Plain) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(kind.fits, value))
 
 
-def _are_modules(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, (list, tuple)) and all(
-        isinstance(name, str) and name.replace(".", "_").isidentifier() for name in names)
-
-
-# The required type of an option -> its test, and the options of this type. timm checks the remaining options.
-_OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "text": (
-        lambda value: isinstance(value, str), "model dataset data data_dir val_split interpolation crop_mode sched"),
-    "a whole number of at least 1": (_is_size, "img_size in_chans train_num_samples val_num_samples batch_size epochs"),
-    "a whole number": (lambda value: type(value) is int, "seed"),
-    "a number": (_is_number, "crop_pct"),
-    "true or false": (lambda value: isinstance(value, bool), "amp"),
-    "three whole numbers of at least 1": (
-        lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_is_size, value)), "input_size"),
-    "a list of numbers": (
-        lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_number, value)), "mean std"),
-    "a mapping": (lambda value: isinstance(value, dict), "model_kwargs"),
-    "a list of modules": (_are_modules, "device_modules"),
+_MODULE = Plain("a module", lambda value: isinstance(value, str) and value.replace(".", "_").isidentifier())
+_NUMBERS = Plain("a list of numbers", lambda value: _is_list_of(value, NUMBER) and len(value) > 0)
+# The kinds of the options that this package uses. timm checks the remaining options.
+_OPTIONS = {
+    **dict.fromkeys("model dataset data data_dir val_split interpolation sched".split(), TEXT),
+    **dict.fromkeys("img_size in_chans train_num_samples val_num_samples batch_size epochs".split(), SIZE),
+    "seed": Plain("a whole number", lambda value: type(value) is int),
+    "crop_pct": NUMBER,
+    "amp": FLAG,
+    "input_size": Plain(
+        "three whole numbers of at least 1", lambda value: _is_list_of(value, SIZE) and len(value) == 3),
+    "mean": _NUMBERS,
+    "std": _NUMBERS,
+    "model_kwargs": {...: ANY},
+    "device_modules": Plain(
+        "a list of modules", lambda value: _MODULE.fits(value) or _is_list_of(value, _MODULE)),
 }
 
 
 def _check_options(options: Mapping[str, Any], path: Path) -> None:
-    """Raise a RunError for an option of another type. `path` is the file that contains the options."""
-    for must, (test, names) in _OPTIONS.items():
-        for key in names.split():
-            if options.get(key) is not None and not test(options[key]):
-                raise RunError(f"{path} cannot be read (option '{key}' is {options[key]!r:.60}, but must be {must})")
+    """Raise a RunError for an option of another kind. `path` is the file that contains the options."""
+    try:
+        for key, kind in _OPTIONS.items():
+            if options.get(key) is not None:
+                checked(options[key], kind, f"option '{key}'")
+    except UserError as error:
+        raise RunError(f"{path} cannot be read ({error})") from None
 
 
 def read_options(folder: Path) -> dict[str, Any]:
@@ -448,7 +400,7 @@ def create_model(options: Mapping[str, Any], **kwargs: Any) -> nn.Module:
     )
 
 
-_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct")
 
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:

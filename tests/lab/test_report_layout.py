@@ -8,7 +8,7 @@ import scipy.stats
 from helpers.made_up_runs import STUDIES, accuracy, recorded, run_of, runs_of, study_of
 from helpers.reports import lines_of, results, tables_of, texts, write
 
-from timm_ortho.lab import LabError
+from timm_ortho._text import UserError
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.reporting.transition import transition_points
 
@@ -126,16 +126,16 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"rows": "depth"}, "report: rows is 'depth', but must be a list"),
     ({"measures": "loss"}, "report: measures is 'loss', but must be a list"),
     ({"titles": ["depth"]}, r"report: titles is \['depth'\], but must be a mapping"),
-    ({"titles": {"depth": 2}}, "report: titles: 'depth' is 2, but must be text"),
-    ({"labels": {"depth": {2: 2}}}, "report: labels: 'depth': '2' is 2, but must be text"),
-    ({"columns": [["depth"]]}, r"report: columns: an entry is \['depth'\], but must be text"),
-    ({"plots": [2]}, "report: plots: an entry is 2, but must be text or a mapping"),
+    ({"titles": {"depth": 2}}, "report: titles.depth is 2, but must be text"),
+    ({"labels": {"depth": {2: 2}}}, "report: labels.depth.2 is 2, but must be text"),
+    ({"columns": [["depth"]]}, r"report: columns\[0\] is \['depth'\], but must be text"),
+    ({"plots": [2]}, r"report: plots\[0\] is 2, but must be text or a mapping"),
     ({"plots": [{"training": {"by": 2}}]}, "plot 'training': by is 2, but must be text or a list"),
     ({"plots": [{"training": {"lines": "depth"}}]}, "plot 'training': lines is 'depth', but must be a list"),
     ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "pearson needs an axis whose values are numbers"),
 ])
 def test_bad_layouts(given, message):
-    with pytest.raises(LabError, match=message):
+    with pytest.raises(UserError, match=message):
         report.layout_of(study_of("mine", axes={"depth": [2]}, report=given))
 
 

@@ -18,11 +18,10 @@ Planning, running and reporting pass results only through the folders. `import t
 """
 import json
 import os
-from collections import abc
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, BinaryIO, Iterable, Iterator, Union, get_args, get_origin
+from typing import Any, BinaryIO, Iterable, Iterator
 
 from .._text import UserError, did_you_mean, error_text, without_nan
 from .._yaml import YAMLError, load_yaml
@@ -30,10 +29,6 @@ from .._yaml import YAMLError, load_yaml
 
 class LabError(UserError, ValueError):
     """An error in the input of the lab."""
-
-
-_CONTAINERS = {abc.Mapping: dict, abc.Sequence: list}
-_TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 
 
 def one_line(error: BaseException) -> str:
@@ -55,31 +50,6 @@ def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: st
     for name in names:
         if name not in known:
             raise LabError(f"{owner} accepts no {noun} '{name}'{did_you_mean(name, known, listed=True)}")
-
-
-def check_type(value: Any, hint: Any, name: str, least: int = 1) -> None:
-    """Raise a LabError if a value of a YAML or JSON file does not fit a type hint, such as `Mapping[str, str]`.
-
-    Args:
-        value: A value, which may contain others.
-        hint: Its type, made of the keys of `_TYPES`, `Sequence`, `Mapping`, `Union`, `Optional` and `Any`.
-        name: Name of the value in the message.
-        least: The least whole number that is allowed.
-    """
-    hints = get_args(hint) if get_origin(hint) is Union else [hint]
-    items = {_CONTAINERS.get(get_origin(each), each): get_args(each) for each in hints}  # type -> types of its items
-    if Any in items:
-        return
-    if type(value) not in items or (type(value) is int and value < least):
-        expected = " or ".join(_TYPES[kind] for kind in items if kind in _TYPES).format(least)
-        raise LabError(f"{name} is {value!r}, but must be {expected}")
-    if isinstance(value, list):
-        for item in value:
-            check_type(item, *items[list], f"{name}: an entry")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            check_type(key, items[dict][0], f"{name}: a key")
-            check_type(item, items[dict][1], f"{name}: '{key}'")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

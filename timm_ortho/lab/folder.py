@@ -18,7 +18,8 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._text import file_name, without_nan
+from .._kinds import ANY, COUNT, NUMBER, SINGLE, TEXT, checked, optional
+from .._text import UserError, file_name, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import (
     LOG,
@@ -27,9 +28,7 @@ from ..run_folder import (
     RECORDS,
     RUN,
     RunFile,
-    checked,
     json_lines,
-    plain,
     read_history,
     read_options,
     read_run,
@@ -41,19 +40,17 @@ COMPARISON = "compare"  # name of the study that `timm-ortho compare` makes
 OF_COMMAND = frozenset({"output", "experiment", "resume"})  # options that `timm_script.command` sets
 OF_STAGE = ("folder", "begins_with", "stop_epoch")
 _REQUIRED = ("model", "dataset", "sched", "batch_size", "seed", "epochs", "amp", "connection")  # options of a plan
-# Kinds of values, see `run_folder.checked`. The report checks its layout.
-ANY: dict = {...: lambda value: value}
-STUDY_KIND = {  # of the key `study` in study.yaml and study.json
-    **dict.fromkeys("name title paper scale dataset model command".split(), str),
-    "connections": [str], "changed": [str], "seeds": [int], "axes": {...: [plain]}, "baseline": {...: plain},
-    **dict.fromkeys(("table", "validation"), (str,)), "weights": ([str],),
-    "data": ({**dict.fromkeys(("image_size", "first_image"), ([int],)), "validation_split": (str,),
-              **dict.fromkeys("channels classes train validation".split(), (int,)), ...: plain},),
-    **dict.fromkeys(("report", "options", "versions"), (ANY,)), ...: plain}
-RUN_KIND = {"cell": {...: plain}, "connection": str, "seed": int}
-_SITE = {"layer": int, "kind": str, "name": str,
-         **dict.fromkeys("stream parallel orthogonal cosine".split(), (float,)), ...: plain}
-_LINES = {PROBE: {"epochs_done": int, "sites": [_SITE]}, RECORDS: {"step": int, **_SITE}}
+STUDY_KIND = {  # of the key `study` in study.yaml and study.json; the report checks its layout
+    **dict.fromkeys("name title paper scale dataset model command".split(), TEXT),
+    "connections": [TEXT], "changed": [TEXT], "seeds": [COUNT], "axes": {...: [SINGLE]}, "baseline": {...: SINGLE},
+    **optional("table validation", TEXT), **optional("weights", [TEXT]),
+    **optional("data", {**optional("image_size first_image", [COUNT]), **optional("validation_split", TEXT),
+                        **optional("channels classes train validation", COUNT), ...: SINGLE}),
+    **optional("report options versions", {...: ANY}), ...: SINGLE}
+RUN_KIND = {"cell": {...: SINGLE}, "connection": TEXT, "seed": COUNT}
+_SITE = {"layer": COUNT, "kind": TEXT, "name": TEXT,
+         **optional("stream parallel orthogonal cosine", NUMBER), ...: SINGLE}
+_LINES = {PROBE: {"epochs_done": COUNT, "sites": [_SITE]}, RECORDS: {"step": COUNT, **_SITE}}
 OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
@@ -241,7 +238,7 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
     """Parse a file. A missing or damaged file, or one without an expected key, raises a LabError with the advice."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, UserError, YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
@@ -259,7 +256,8 @@ def read_study(folder: Path) -> dict:
     if not (folder / STUDY).is_file():
         raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare (study report adds "
                        "runs of train.py to it)")
-    kind = {"settings": ANY, "study": STUDY_KIND, "places": [{**RUN_KIND, "run": str}], "left_out": [str], ...: plain}
+    kind = {"settings": {...: ANY}, "study": STUDY_KIND, "places": [{**RUN_KIND, "run": TEXT}], "left_out": [TEXT],
+            ...: SINGLE}
     values = read_as(folder / STUDY, lambda text: checked(load_written_yaml(text), kind, "it"),
                      "remove {folder}, or choose another --output")
     outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]

@@ -52,11 +52,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._text import did_you_mean
+from ..._kinds import ANY, COUNT, TEXT, checked, kind_of
+from ..._text import UserError, did_you_mean
 from ...connections import CONNECTIONS, create_connection
 from ...convert import accepts, variant_arguments
 from ...run_folder import SWITCHED
-from .. import LabError, check_names, check_type
+from .. import LabError, check_names
 from ..folder import Stage, Variant
 from ..paper import architecture, experiments, numbers, section
 from ..train_options import known_options
@@ -209,8 +210,8 @@ class Design:
 
 
 # ------------------------------------------------------------------------------------------ reading a file
-_KEYS = {key.name: key.type for key in fields(Design) if key.name not in ("name", "scale", "source")}
-_KEYS["grid"] = Mapping[Any, Any]  # a file may list the values of an axis
+_KINDS = {key.name: kind_of(key.type) for key in fields(Design) if key.name not in ("name", "scale", "source")}
+_KINDS |= {"grid": {...: ANY}, "hold_out": COUNT}  # a file may list the values of an axis
 
 
 def load(name: str, scale: str) -> Design:
@@ -231,24 +232,24 @@ def load(name: str, scale: str) -> Design:
     values, own_name = read(name), Path(name).stem
     try:
         return replace(_design(own_name, scale, values), source=name)
-    except LabError as error:
+    except UserError as error:
         raise LabError(f"study '{own_name}': {error}") from None
 
 
 def _design(name: str, scale: str, values: Any) -> Design:
     values = {} if values is None else values  # an empty file
-    _check_keys(values, {*_KEYS, "scales"}, "the file")
+    _check_keys(values, {*_KINDS, "scales"}, "the file")
     for key in ("title", "scales"):
         if not values.get(key):
             raise LabError(f"'{key}' is missing")
     scales = values.pop("scales")
-    _check_types(values)
+    _check_kinds(values)
     _check_keys(scales, set(SCALES), "scales")
     if scale not in scales:
         raise LabError(f"there is no scale '{scale}', only {', '.join(scales)}")
     for which, changes in scales.items():
         _check_keys(changes, _SCALED, f"scale '{which}'")
-        _check_types(changes or {})
+        _check_kinds(changes or {})
     for part in (values, *filter(None, scales.values())):
         check_names(part.get("options") or {}, known_options(), "options")
         recipe.resolve(part.get("options") or {})  # checks the types, before options are merged
@@ -304,7 +305,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
             if key == axis:
                 owner, noun = f"axis '{axis}' is a list, so its name must be an option: a study", "option"
             check_names([key], [*_CELL, *known_options()], owner, noun)
-    _check_types(changes, {**_KEYS, "connection": str})
+    _check_kinds(changes, {**_KINDS, "connection": TEXT})
     return changes
 
 
@@ -328,11 +329,11 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
     check_names(values, known, owner)
 
 
-def _check_types(values: Mapping[str, Any], types: Mapping[str, Any] = _KEYS) -> None:
-    """Raise a LabError if a value has a wrong type. None is allowed, because null resets an inherited key."""
-    for key in values.keys() & types.keys():
+def _check_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any] = _KINDS) -> None:
+    """Raise a UserError if a value is of another kind. None is allowed, because null resets an inherited key."""
+    for key in values.keys() & kinds.keys():
         if values[key] is not None:
-            check_type(values[key], types[key], key, int(key != "hold_out"))
+            checked(values[key], kinds[key], key)
 
 
 # ------------------------------------------------------------------------------------------------ variants

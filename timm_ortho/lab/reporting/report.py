@@ -43,8 +43,9 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
+from ..._kinds import ANY, checked, kind_of
 from ..._text import csv_text, finite
-from .. import LabError, check_names, check_type, paper, refuse_links, value_text, write_json, write_text
+from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
 from .page import Block, Code, Heading, Link, Picture, Table
@@ -143,12 +144,12 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
 
     def check_values(values: Mapping[str, Any], types: Mapping[str, Any], owner: str) -> None:
         for key, value in values.items():
-            check_type(value, types[key], f"{owner}{key}")
+            checked(value, kind_of(types[key]), f"{owner}{key}")
             if key in known and value != "":
                 check_names([value] if isinstance(value, str) else value, known[key], f"{owner}{key}", "entry")
 
     given, types = study.get("report") or {}, {key.name: key.type for key in fields(Layout) if key.name != "study"}
-    check_type(given, Mapping[str, Any], "report")
+    checked(given, {...: ANY}, "report")
     check_names(given, types, "report")
     keys = {key: value for key, value in given.items() if value is not None}
     check_values(keys, types, "report: ")

@@ -1,0 +1,91 @@
+"""Check values of JSON and YAML files, which another person may have written.
+
+A kind describes the values that are allowed. It is a :class:`Plain`, or it contains other kinds:
+
+| kind | allowed values |
+| --- | --- |
+| `[kind]` | a list of values of this kind |
+| `{key: kind, ...: kind}` | a mapping with these kinds of values. The key `...` has the kind of all other values |
+| `(kind, kind)` | a value of one of these kinds. If `NULL` is one of them, a key may also be missing |
+"""
+import sys
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Union, get_args, get_origin
+
+from ._text import UserError
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A kind of values that contain no other kinds."""
+
+    must: str  # what a value must be, for the message
+    fits: Callable[[Any], bool]
+
+
+ANY = Plain("anything", lambda value: True)
+NULL = Plain("null", lambda value: value is None)
+SINGLE = Plain("a text, a number, true, false or null", lambda value: not isinstance(value, (list, dict)))
+TEXT = Plain("text", lambda value: isinstance(value, str))
+FLAG = Plain("true or false", lambda value: isinstance(value, bool))
+COUNT = Plain("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
+SIZE = Plain("a whole number of at least 1", lambda value: type(value) is int and value >= 1)
+# the comparison is false for NaN, inf and 10**400
+NUMBER = Plain("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+
+_OF_HINTS = {Any: ANY, type(None): NULL, str: TEXT, bool: FLAG, int: SIZE}
+
+
+def one_of(*names: str) -> Plain:
+    """Return the kind of a text that is one of these names."""
+    return Plain(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
+
+
+def optional(keys: str, kind: Any) -> dict[str, Any]:
+    """Return the kinds of keys that may be missing or null. ``keys`` are separated by spaces."""
+    return dict.fromkeys(keys.split(), (kind, NULL))
+
+
+def kind_of(hint: Any) -> Any:
+    """Return the kind of a type hint, such as `Mapping[str, Optional[bool]]`. An `int` must be at least 1."""
+    inner = [kind_of(each) for each in get_args(hint)]
+    if get_origin(hint) is Union:
+        return tuple(inner)
+    if get_origin(hint) is abc.Mapping:
+        return {...: inner[1]}
+    return inner if get_origin(hint) is abc.Sequence else _OF_HINTS[hint]
+
+
+def checked(value: Any, kind: Any, name: str) -> Any:
+    """Return a value if it is of a kind. Otherwise raise a UserError with the name and what the value must be."""
+    for each in _alternatives(kind):
+        if isinstance(each, Plain) and each.fits(value):
+            return value
+        if isinstance(each, list) and isinstance(value, list):
+            for index, item in enumerate(value):
+                checked(item, each[0], f"{name}[{index}]")
+            return value
+        if isinstance(each, dict) and isinstance(value, dict):
+            _check_items(value, each, name)
+            return value
+    musts = [{list: "a list", dict: "a mapping"}.get(type(each)) or each.must
+             for each in _alternatives(kind) if each != NULL]
+    raise _error(name, f"is {value!r:.60}, but must be {' or '.join(musts)}")
+
+
+def _alternatives(kind: Any) -> tuple:
+    return kind if isinstance(kind, tuple) else (kind,)
+
+
+def _check_items(values: Mapping[Any, Any], kinds: Mapping[Any, Any], name: str) -> None:
+    wrong = [key for key in values if key not in kinds and ... not in kinds]
+    wrong += [key for key in kinds if key not in (*values, ...) and NULL not in _alternatives(kinds[key])]
+    if wrong:
+        raise _error(name, f"has an unknown key, or lacks one: {wrong[0]!r:.60}")
+    for key, item in values.items():
+        checked(item, kinds.get(key, kinds.get(...)), f"{name}.{key}")
+
+
+def _error(name: str, problem: str) -> UserError:
+    return UserError(f"{' '.join(name.split()):.200} {problem}")  # keys of the file are in the name
