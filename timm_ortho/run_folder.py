@@ -29,7 +29,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -104,22 +104,12 @@ class RunFile:
         return self.sessions[-1] if self.sessions else {}
 
     @property
-    def last_stage(self) -> str:
-        """The folder of the last stage, relative to the run's folder."""
-        return self.plan["stages"][-1]["folder"]
-
-    @property
     def made_with(self) -> dict[str, Any]:
         """Versions, machine and command of the first process, the end of the last one, and the processes between."""
         if not self.sessions:
             return {}
         first, *later = ({key: value for key, value in session.items() if key != "error"} for session in self.sessions)
         return {**first, "end": self.last_session.get("end"), "continued": later}
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The content of the file."""
-        return asdict(self)
 
 
 def read_run(folder: Path) -> Optional[RunFile]:
@@ -250,11 +240,6 @@ def read_history(folder: Path, finished: bool = False) -> list[dict]:
     return history
 
 
-def json_lines(text: str) -> list[dict]:
-    """Return the rows of a text in JSON Lines format. A last line without a newline is incomplete and is skipped."""
-    return [json.loads(line) for line in whole_lines(text).splitlines()]
-
-
 # ------------------------------------------------------------------------------------------- modules
 Modules = Union[str, Sequence[str], None]  # the option `device_modules` of timm's `train.py`
 
@@ -317,7 +302,7 @@ class CheckpointRun:
         if lab is not None and lab.result is None:
             raise RunError(f"the run in {folder} is not finished: repeat the command that started it")
         self.card = card_values(lab.result, lab.made_with, lab.comparison) if lab and lab.result else CardValues()
-        self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.last_stage)
+        self.path = _checkpoint_file(path, "." if lab is None or path != folder else lab.plan["stages"][-1]["folder"])
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
         if ema and not checkpoint.get("state_dict_ema"):
@@ -459,19 +444,16 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
 
 
 # ------------------------------------------------------------------------------------------ provenance
-def made_with() -> dict[str, str]:
-    """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout."""
+def made_on() -> dict[str, str]:
+    """Return versions, commit (only in a checkout), and the machine: host, CPU, GPUs and their driver."""
     from . import __version__
 
     commit = commit_of(Path(__file__).parents[1])
-    versions = {"timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__}
-    return {**versions, "commit": commit} if commit else versions
-
-
-def made_on() -> dict[str, str]:
-    """Return the values of `made_with`, and the machine: host, CPU, GPUs and their driver."""
-    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": _gpu_names(), "driver": driver}
+    return {
+        "timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__,
+        **({"commit": commit} if commit else {}),
+        "host": platform.node(), "cpu": _cpu_name(), "gpu": _gpu_names(),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")}
 
 
 def _gpu_names() -> str:

@@ -387,16 +387,11 @@ class _OtherSizeError(Exception):
     """An image has another size than the first."""
 
 
-class _OneSize:
-    """Apply a transform to images of one size. Any other size raises an `_OtherSizeError`."""
-
-    def __init__(self, size: tuple[int, int], transform: Callable) -> None:
-        self.size, self.transform = size, transform
-
-    def __call__(self, image: Image.Image) -> Any:
-        if image.size[::-1] != self.size:
-            raise _OtherSizeError
-        return self.transform(image)
+def _of_size(size: tuple[int, int], transform: Callable, image: Image.Image) -> Any:
+    """Apply a transform to an image of this height and width. Any other size raises an `_OtherSizeError`."""
+    if image.size[::-1] != size:
+        raise _OtherSizeError
+    return transform(image)
 
 
 def _decoded(
@@ -416,7 +411,7 @@ def _decoded(
         interpolation=data_config["interpolation"], crop_pct=1.0 if split == "train" else data_config["crop_pct"],
         num_workers=options.workers, device=device, persistent_workers=False).loader
     if key[1] != model_size:
-        dataset.transform = _OneSize(source.first_size, dataset.transform)
+        dataset.transform = partial(_of_size, source.first_size, dataset.transform)
     images = torch.empty(len(dataset), source.in_chans, *size, dtype=torch.uint8, device=device)
     labels = torch.empty(len(dataset), dtype=torch.long, device=device)
     own = DataStream(device)  # a loader draws a seed, which must not change the order of the first epoch in a process

@@ -10,7 +10,7 @@ The lab's loop measures `probe.jsonl` on one validation batch, before training a
 import json
 from argparse import Namespace
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 from .._kinds import ANY, COUNT, NUMBER, SINGLE, TEXT, checked, optional
-from .._text import UserError, file_name, without_nan
+from .._text import UserError, file_name, whole_lines, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import (
     LOG,
@@ -28,7 +28,6 @@ from ..run_folder import (
     RECORDS,
     RUN,
     RunFile,
-    json_lines,
     read_history,
     read_options,
     read_run,
@@ -225,7 +224,7 @@ def record(folder: Path) -> RunFile:
 
 def save(folder: Path, record: RunFile) -> None:
     """Write `run.json`, which replaces an existing file in one step. The caller has the lock of the folder."""
-    write_json(folder / RUN, record.json)
+    write_json(folder / RUN, asdict(record))
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -244,7 +243,10 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
 
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a run's JSON Lines file as dicts, [] if the file does not exist."""
-    return read_as(path, lambda text: checked(json_lines(text), [_LINES[path.name]], "it")) if path.is_file() else []
+    def rows(text: str) -> list[dict]:
+        return checked([json.loads(line) for line in whole_lines(text).splitlines()], [_LINES[path.name]], "it")
+
+    return read_as(path, rows) if path.is_file() else []
 
 
 def read_study(folder: Path) -> dict:
