@@ -66,7 +66,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     for other in (part["study"] for part in others):
         united = {key: list(dict.fromkeys([*study[key], *other[key]])) for key in ("seeds", "weights") if key in study}
         united["command"] = f"{study['command']} && {other['command']}"
-        differing = [key for key in study if key not in united and study[key] != other.get(key)]
+        differing = [key for key in {**study, **other} if key not in united and study.get(key) != other.get(key)]
         if differing:
             raise SystemExit(f"the outputs of {study['name']} differ in {differing[0]}: publish one of them")
         study.update(united)
