@@ -343,7 +343,7 @@ def test_foreign_folders_are_refused(tmp_path):
     with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, or choose another --ou"):
         planned(compared(damaged))
     (damaged / "study.yaml").write_text("[1]\n")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(ValueError: it is \[1\]\): remove .*damaged"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(it is \[1\], but must be a mapping\): remove .*"):
         read_study(damaged)
 
 
@@ -352,7 +352,7 @@ def test_a_run_without_a_whole_plan_is_refused_and_kept(tmp_path):
     folder = one_run(tmp_path / "out", "linear")
     whole = (folder / "run.json").read_text()
     for text, reason in ((None, "has no run.json, so this version"), (whole[:100], r"cannot be read \(Unterminated"),
-                         ("[1]", r"cannot be read \(it is \[1\]\): copy it again, or remove ")):
+                         ("[1]", r"cannot be read \(it is \[1\], but must be a mapping\): copy it again, or remove ")):
         (folder / "run.json").unlink() if text is None else (folder / "run.json").write_text(text)
         (folder.parent / ".lock").touch()
         before = contents(folder.parent)

@@ -101,5 +101,5 @@ def test_the_study_in_the_guide_runs_and_its_tables_have_all_keys(tmp_path):
     assert (len(planned.runs), report.layout_of(planned.study).measures) == (12, ["top1", "loss"])
     keys, of_report = ({name for row in re.findall("^[|] (`.*?) [|]", table, re.MULTILINE)
                         for name in re.findall("`(.*?)`", row)} for table in guide.split("The keys of `report`"))
-    assert keys == {*design._KEYS, "extends", "scales"}
+    assert keys == {*design._KINDS, "extends", "scales"}
     assert of_report == layout.Layout.__dataclass_fields__.keys() - {"study"}

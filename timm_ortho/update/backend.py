@@ -144,9 +144,8 @@ def why_not_triton(device: str) -> Optional[str]:
     return None
 
 
-# Norms that the kernels can compute together with the update, and whether they subtract the mean. Subclasses, such as
-# parametrized norms, are not supported.
-NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, nn.RMSNorm: False, RmsNorm: False}
+# Norms that the kernels can compute together with the update, without subclasses, such as parametrized norms.
+NORMS = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RmsNorm)
 
 
 # ------------------------------------------------------------------------------------------ plans, and their test

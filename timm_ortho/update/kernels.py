@@ -31,7 +31,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._checks import check_tensors
 from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
-from .backend import NORMS
 from .formula import formula
 from .gradient import KernelFailed, KernelUpdate
 from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel
@@ -503,4 +502,4 @@ def make_plan(
         return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
-    return Plan(x, f, dims, eps, norm=Norm(norm.eps, NORMS[type(norm)], dtype, weight, bias))
+    return Plan(x, f, dims, eps, norm=Norm(norm.eps, isinstance(norm, nn.LayerNorm), dtype, weight, bias))
