@@ -69,9 +69,14 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         if isinstance(each, dict) and isinstance(value, dict):
             _check_items(value, each, name)
             return value
-    musts = [{list: "a list", dict: "a mapping"}.get(type(each)) or each.must
-             for each in _alternatives(kind) if each != NULL]
-    raise _error(name, f"is {value!r:.60}, but must be {' or '.join(musts)}")
+    musts = " or ".join(_must(each) for each in _alternatives(kind) if each != NULL)
+    raise _error(name, f"is {value!r:.60}, but must be {musts}")
+
+
+def _must(kind: Any) -> str:
+    if isinstance(kind, Plain):
+        return kind.must
+    return "a list" if isinstance(kind, list) else "a mapping"
 
 
 def _alternatives(kind: Any) -> tuple:
