@@ -107,6 +107,12 @@ def test_one_linked_image_is_refused(tmp_path, link):
     refused("1 of 12 training images is also a validation image, first .*/train/dog/3.png", root)
 
 
+def test_a_tar_file_cannot_contain_two_splits(tmp_path):
+    image_folder(tmp_path, "data")
+    path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
+    refused("training and validation images would both come from .*data.tar", path)
+
+
 @pytest.mark.parametrize("options", [dict(train_split="test"), dict(val_split="train")])
 def test_the_same_torchvision_split_twice_is_refused(tmp_path, monkeypatch, options):
     from torchvision.datasets import MNIST

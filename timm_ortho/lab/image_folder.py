@@ -58,7 +58,9 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     if not os.path.exists(root):
         raise LabError(f"there is no folder {root}: {LAYOUT} of --data-dir")
     if os.path.isfile(root):
-        raise LabError(f"{root} is a file: unpack it, and pass the folder; {LAYOUT} of --data-dir")
+        if not root.endswith(".tar"):
+            raise LabError(f"{root} is a file: unpack it, and pass the folder; {LAYOUT} of --data-dir")
+        return options.val_split
 
     def has(split: str) -> bool:
         return os.path.realpath(search_split(root, split)) != os.path.realpath(root)
@@ -188,7 +190,12 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
         if mine is not None and mine == other:
             raise LabError(f"training and validation images would both come from {key}={mine!r}: change --option "
                            "train_split=NAME or val_split=NAME")
+    roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
     paths = [_paths(part) for part in (train, validation)]
+    if not all(paths):
+        if os.path.isfile(str(roots[0])) and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
+            raise LabError(f"training and validation images would both come from {roots[0]}: {LAYOUT}")
+        return
     held = {_identity(path) for path in paths[1]}
     shared = [path for path in paths[0] if _identity(path) in held]
     if shared:
