@@ -92,7 +92,7 @@ def _shared(output: str) -> argparse.ArgumentParser:
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py, except those that a study varies")
     _add_modules(parser)
-    add("--parallel", type=_positive, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--output", metavar="DIR", help=f"default: a folder in output/{output}/, named after the settings")
     return parser
 
@@ -118,7 +118,7 @@ def _add_compare(commands: Any) -> None:
     add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
     add("--lr", type=float, metavar="LR", help="learning rate (default: the recipe's)")
     add("--workers", "-j", type=int, metavar="N", help="processes that load images (default: the recipe's)")
-    add("--threads", type=_positive, metavar="N",
+    add("--threads", type=int, metavar="N",
         help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"],
@@ -190,7 +190,7 @@ def _study_options() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], type=lambda text: text.partition("=")[::2],
         metavar="AXIS=VALUE[,VALUE]",
         help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
-    add("--threads", type=_positive, metavar="N", help="CPU threads of each run (default: 1)")
+    add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
         help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
              "trains with a train.py, by default $TIMM_DIR/train.py")
@@ -198,7 +198,7 @@ def _study_options() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
     add("--launcher", default="local", choices=["local", "slurm"],
         help="where to start the runs; slurm submits them and returns (default: local)")
-    add("--minutes", type=_positive, default=1440, metavar="N",
+    add("--minutes", type=int, default=1440, metavar="N",
         help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
     add("--slurm", action="append", default=[], type=_sbatch_option, metavar="KEY=VALUE",
         help="option of sbatch: partition=gpu, account=me, exclusive=true")

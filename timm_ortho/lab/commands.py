@@ -49,7 +49,7 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
 
 def make_plan(request: Request, threads: Optional[int] = None) -> StudyPlan:
     """Plan a study, write its folders, and print the commands of its runs, which have `threads` CPU threads each."""
-    planned = _planned(request)
+    planned = _planned(request, threads=threads)
     planned.write()
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_command_of(planned.folder / name, run_plan, threads)}")
@@ -57,8 +57,11 @@ def make_plan(request: Request, threads: Optional[int] = None) -> StudyPlan:
     return planned
 
 
-def _planned(request: Request) -> StudyPlan:
-    """Plan a study without writing files."""
+def _planned(request: Request, **counts: Optional[int]) -> StudyPlan:
+    """Plan a study without writing files. `counts` are options of the command line that must be at least 1."""
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise LabError(f"--{option} must be at least 1, got {value}")
     planned = plan(request)
     report.layout_of(planned.study)  # checks the layout of the report before the first run
     for path in planned.folder.glob("*"):
@@ -105,7 +108,7 @@ def run(
     Raises:
         LabError: The study cannot be run, or a run failed.
     """
-    planned = _planned(request)
+    planned = _planned(request, threads=threads, parallel=parallel)
     with only_command(planned.folder):
         planned.write()
         for line in planned.left_out:
