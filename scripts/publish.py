@@ -1,7 +1,7 @@
 """Add the numbers of finished studies to model_cards/results, and regenerate the pages and decisions.
 
     python -m scripts.publish FOLDER ...               output folders of timm-ortho study run; outputs of one study with
-                                                       different cells or seeds become one archive
+                                                       other seeds or values of an axis become one archive
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
@@ -34,11 +34,11 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         parser.error("pass --name with one folder")
     outputs = [values_of(folder, parsed.name) for folder in parsed.folders]
     results = root / "model_cards" / "results"
-    for (name,), parts in grouped(outputs, lambda values: (parsed.name or folder_name(values["study"]),)).items():
+    for name, parts in grouped(outputs, lambda values: parsed.name or folder_name(values["study"])).items():
         target = results / ("comparisons" if parsed.name else "studies") / name
         values = joined(parts)
         many = len(values["runs"]) > MANY
-        write(target, values["study"], [lean(run, many) for run in values["runs"]], values["recorded"])
+        write(target, values["study"], [lean(run, many) for run in values["runs"]], values.get("recorded"))
         print(target.relative_to(root).as_posix())
     from scripts import evidence  # reads the numbers written above
     from scripts.pages import __main__ as pages
@@ -60,21 +60,24 @@ def values_of(folder: Path, comparison: Optional[str]) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the values of one study, whose runs are in several outputs with different cells or seeds."""
-    first, *others = parts
-    study = dict(first["study"])
-    for other in (part["study"] for part in others):
-        united = {key: list(dict.fromkeys([*study[key], *other[key]])) for key in ("seeds", "weights") if key in study}
-        united["command"] = f"{study['command']} && {other['command']}"
-        differing = [key for key in {**study, **other} if key not in united and study.get(key) != other.get(key)]
-        if differing:
-            raise SystemExit(f"the outputs of {study['name']} differ in {differing[0]}: publish one of them")
-        study.update(united)
-    runs = [run for part in parts for run in part["runs"]]
-    recorded = {key: [row for part in parts for row in part["recorded"][key]] for key in first["recorded"]}
-    if others and recorded.get("transitions"):
-        raise SystemExit(f"the transition points of {study['name']} cannot be joined: train all seeds in one output")
-    return {"study": study, "runs": runs, "recorded": recorded}
+    """Return the values of one study, whose runs are in several outputs with different seeds or values of an axis."""
+    if len(parts) == 1:
+        return parts[0]
+    first, runs = parts[0]["study"], [run for part in parts for run in part["runs"]]
+    united = {
+        "seeds": sorted({run["seed"] for run in runs}),
+        "weights": list(dict.fromkeys(weights for part in parts for weights in part["study"].get("weights", []))),
+        "command": " && ".join(part["study"]["command"] for part in parts)}
+    for part in parts:
+        for key in {**first, **part["study"]}:
+            if key not in united and first.get(key) != part["study"].get(key):
+                raise SystemExit(f"the outputs of {first['name']} differ in {key}: publish one of them")
+        if part["recorded"].get("transitions"):
+            raise SystemExit(f"transition points of {first['name']} cannot be joined: train all seeds in one output")
+    if len({(*run["cell"].items(), run["connection"], run["seed"]) for run in runs}) < len(runs):
+        raise SystemExit(f"two outputs of {first['name']} have the same run: publish one of them")
+    recorded = {key: [row for part in parts for row in part["recorded"][key]] for key in parts[0]["recorded"]}
+    return {"study": {**first, **united}, "runs": runs, "recorded": recorded}
 
 
 def results_of(folder: Path) -> str:

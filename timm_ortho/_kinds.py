@@ -13,7 +13,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Union, get_args, get_origin
 
-from ._text import UserError
+from ._text import UserError, printable
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Plain:
 
 ANY = Plain("anything", lambda value: True)
 NULL = Plain("null", lambda value: value is None)
-SINGLE = Plain("a text, a number, true, false or null", lambda value: not isinstance(value, (list, dict)))
+SINGLE = Plain("text, a number, true, false or null", lambda value: isinstance(value, (str, int, float, type(None))))
 TEXT = Plain("text", lambda value: isinstance(value, str))
 FLAG = Plain("true or false", lambda value: isinstance(value, bool))
 COUNT = Plain("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
@@ -48,7 +48,10 @@ def optional(keys: str, kind: Any) -> dict[str, Any]:
 
 
 def kind_of(hint: Any) -> Any:
-    """Return the kind of a type hint, such as `Mapping[str, Optional[bool]]`. An `int` must be at least 1."""
+    """Return the kind of a type hint, such as `Mapping[str, Optional[bool]]`. An `int` must be at least 1.
+
+    The keys of mappings are not checked.
+    """
     inner = [kind_of(each) for each in get_args(hint)]
     if get_origin(hint) is Union:
         return tuple(inner)
@@ -93,4 +96,4 @@ def _check_items(values: Mapping[Any, Any], kinds: Mapping[Any, Any], name: str)
 
 
 def _error(name: str, problem: str) -> UserError:
-    return UserError(f"{' '.join(name.split()):.200} {problem}")  # keys of the file are in the name
+    return UserError(f"{printable(' '.join(name.split())):.200} {problem}")  # keys of the file are in the name

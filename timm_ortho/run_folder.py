@@ -67,7 +67,7 @@ class NoRunError(RunError):
 _SESSION = {
     **optional("timm-ortho timm torch commit host cpu gpu driver command begin end job error", TEXT),
     **optional("pid", COUNT)}
-_RESULT = {
+RESULT_KIND = {
     **optional("model connection device", TEXT), **optional("trainer", one_of("lab", "train.py")),
     **optional("seed parameters blocks width batch_size epochs best_epoch switch_epoch hold_out peak_memory", COUNT),
     **optional("lr top1 top5 loss best_top1 images_per_second seconds", NUMBER),
@@ -82,7 +82,7 @@ _RUN = {
              "nodes": COUNT, "stages": [_STAGE]},
     **optional("job", TEXT),
     "sessions": [_SESSION],
-    **optional("result", _RESULT),
+    **optional("result", RESULT_KIND),
     **optional("comparison", {
         **optional("split", TEXT), "top1": [{"seed": COUNT, "top1": NUMBER}], "rows": [_ROW]}),
 }

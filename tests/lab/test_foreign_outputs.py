@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from datetime import date
 
 import pytest
 import yaml
@@ -175,11 +176,13 @@ def test_own_files_have_no_aliases(tmp_path):
     ("study.yaml", {"places": None}, "it.places is None"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {}, "connection": "linear"}]}, "lacks one: 'seed'"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": []}, "connection": "linear", "seed": 0}]},
-     r"it.places\[0\].cell.x is \[\], but must be a text, a number"),
+     r"it.places\[0\].cell.x is \[\], but must be text, a number, true"),
+    ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": date(2026, 1, 31)}, "connection": "linear",
+                                "seed": 0}]}, r"cell.x is datetime.date\(2026, 1, 31\), but must be text, a number"),
     ("study.yaml", {"study": {}}, "it.study has an unknown key, or lacks one: 'name'"),
     ("linear-seed0/args.yaml", {"model_kwargs": {}}, "lacks the option 'connection'"),
     ("linear-seed0/args.yaml", {"epochs": "many"}, "option 'epochs' is 'many', but must be a whole number"),
-    ("linear-seed0/probe.jsonl", "{}\n", r"it\[0\] has an unknown key, or lacks one: 'epochs_done'"),
+    ("linear-seed0/probe.jsonl", "{}\n", r"row\[0\] has an unknown key, or lacks one: 'epochs_done'"),
     ("linear-seed0/probe.jsonl", "[" * 200_000 + "\n", "RecursionError"),
     ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'")])
 def test_files_of_other_forms_are_refused_in_one_line(theirs, error_of, file, changes, reason):
@@ -214,6 +217,10 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, c
     ("{", "JSONDecodeError: Expecting property name"),
     ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "it is [1], but must be a mapping"),
     ('{"study": {}, "runs": [], "recorded": {}}', "it.study has an unknown key, or lacks one: 'name'"),
+    (json.dumps({"study": study_of("accuracy"), "runs": [{**run_of("linear", 0), "top1": "high"}], "recorded": {}}),
+     "it.runs[0].top1 is 'high', but must be a number"),
+    (json.dumps({"study": study_of("accuracy", data={"classes": 0}), "runs": [], "recorded": {}}),
+     "it.study.data has an unknown key, or lacks one: 'validation_split'"),
     ("[" * 200_000, "RecursionError")])
 def test_results_that_are_damaged_or_foreign(tmp_path, error_of, content, reason):
     (tmp_path / "study.json").write_text(content)

@@ -8,7 +8,7 @@ import scipy.stats
 from helpers.made_up_runs import STUDIES, accuracy, recorded, run_of, runs_of, study_of
 from helpers.reports import lines_of, results, tables_of, texts, write
 
-from timm_ortho._text import UserError
+from timm_ortho.lab import LabError
 from timm_ortho.lab.reporting import report
 from timm_ortho.lab.reporting.transition import transition_points
 
@@ -135,7 +135,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"plots": [{"points": {"x": "connection", "pearson": True}}]}, "pearson needs an axis whose values are numbers"),
 ])
 def test_bad_layouts(given, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(LabError, match=message):
         report.layout_of(study_of("mine", axes={"depth": [2]}, report=given))
 
 

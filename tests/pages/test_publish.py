@@ -107,7 +107,9 @@ def test_outputs_of_one_study_are_joined(root, tmp_path):
     _, other = outputs("head_norm", validation="hold-out")
     with pytest.raises(SystemExit, match="the outputs of head_norm differ in validation: publish one of them"):
         publish.main([one, other], root)
-    with pytest.raises(SystemExit, match="the transition points of dynamics cannot be joined"):
+    with pytest.raises(SystemExit, match="two outputs of head_norm have the same run: publish one of them"):
+        publish.main([one, one], root)
+    with pytest.raises(SystemExit, match="transition points of dynamics cannot be joined"):
         publish.main(list(outputs("dynamics")), root)
 
 

@@ -43,8 +43,8 @@ STUDY_KIND = {  # of the key `study` in study.yaml and study.json; the report ch
     **dict.fromkeys("name title paper scale dataset model command".split(), TEXT),
     "connections": [TEXT], "changed": [TEXT], "seeds": [COUNT], "axes": {...: [SINGLE]}, "baseline": {...: SINGLE},
     **optional("table validation", TEXT), **optional("weights", [TEXT]),
-    **optional("data", {**optional("image_size first_image", [COUNT]), **optional("validation_split", TEXT),
-                        **optional("channels classes train validation", COUNT), ...: SINGLE}),
+    **optional("data", {**optional("image_size first_image", [COUNT]), "validation_split": TEXT,
+                        **dict.fromkeys("channels classes train validation".split(), COUNT), ...: SINGLE}),
     **optional("report options versions", {...: ANY}), ...: SINGLE}
 RUN_KIND = {"cell": {...: SINGLE}, "connection": TEXT, "seed": COUNT}
 _SITE = {"layer": COUNT, "kind": TEXT, "name": TEXT,
@@ -244,7 +244,7 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a run's JSON Lines file as dicts, [] if the file does not exist."""
     def rows(text: str) -> list[dict]:
-        return checked([json.loads(line) for line in whole_lines(text).splitlines()], [_LINES[path.name]], "it")
+        return checked([json.loads(line) for line in whole_lines(text).splitlines()], [_LINES[path.name]], "row")
 
     return read_as(path, rows) if path.is_file() else []
 

@@ -293,7 +293,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
     for key, value in entry.items():
         if key in _SHARED:
             raise LabError(f"{where}: '{key}' cannot be an axis, because all cells have the same {_SHARED[key]}")
-        if key.startswith("connection_"):
+        if isinstance(key, str) and key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:
             changes[key] = value
@@ -314,7 +314,7 @@ def _check(design: Design) -> None:
         if not values:
             raise LabError(f"axis '{axis}' has no values: list at least one, or remove the axis")
     for key, value in design.baseline.items():
-        if key != "connection" and value not in design.grid.get(key, {}):
+        if key != "connection" and value not in list(design.grid.get(key, {})):  # `value` may be unhashable
             raise LabError(f"the baseline is {value!r} on axis '{key}', which has no such value")
     for values in design.grid.values():
         for changes in values.values():
@@ -345,7 +345,8 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> tuple[str, 
     if switch is None:
         return "", False
     _check_keys(switch, {"to", "optimizer"}, "switch")
-    if set(switch) != {"to", "optimizer"} or switch["optimizer"] not in ("kept", "reinitialised"):
+    if set(switch) != {"to", "optimizer"} or not isinstance(switch["to"], str) or switch["optimizer"] not in (
+            "kept", "reinitialised"):
         raise LabError("switch needs the keys 'to' (a connection) and 'optimizer' (kept or reinitialised)")
     again = switch["optimizer"] == "reinitialised"
     if switch["to"] == connection and not again:

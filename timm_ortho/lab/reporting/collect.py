@@ -98,7 +98,7 @@ def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str
     for group, run, folder in zip(groups, runs, folders, strict=True):
         partner = by_seed.get((tables.baseline_of(dict.fromkeys(groups), group, baseline), run["seed"]), folder)
         cka = None if partner == folder else representation.linear_cka(features_in(partner), features_in(folder))
-        run["representation"] = {**run["representation"], "linear_cka": cka}
+        run["representation"] = {**(run["representation"] or {}), "linear_cka": cka}
 
 
 def features_in(folder: Path) -> torch.Tensor:

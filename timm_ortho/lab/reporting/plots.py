@@ -311,7 +311,7 @@ def _curves(
 
 # ---------------------------------------------------------------------------------------------- the stream
 _PROBES = {
-    "stream norm |x|": lambda site: math.sqrt(site["stream"]) if finite(site["stream"]) else None,
+    "stream norm |x|": lambda site: math.sqrt(site["stream"]) if finite(site.get("stream")) else None,
     "cosine of x and f": lambda site: site["cosine"],
 }
 
@@ -373,7 +373,7 @@ def _trace(site: str, measure: str) -> Points:
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
     """Return |f|², the sum of the squared norms of the parallel and the orthogonal part; None if not finite."""
-    parts = (row["parallel"], row["orthogonal"])
+    parts = (row.get("parallel"), row.get("orthogonal"))
     return sum(parts) if all(map(finite, parts)) else None
 
 

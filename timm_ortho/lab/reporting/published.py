@@ -19,8 +19,9 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._kinds import ANY, checked
+from ..._kinds import ANY, checked, optional
 from ..._text import csv_text, file_name
+from ...run_folder import RESULT_KIND
 from .. import LabError, one_line, whole_file, write_json
 from ..folder import RUN_KIND, STUDY_KIND, read_as
 from .layout import grouped
@@ -63,7 +64,8 @@ def folder_name(study: Mapping[str, Any]) -> str:
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     def values_of(text: str) -> tuple:
-        kind = {"study": STUDY_KIND, "runs": [{**RUN_KIND, ...: ANY}], "recorded": {...: ANY}}
+        run = {**RESULT_KIND, **optional("made_with", {...: ANY}), **RUN_KIND, ...: ANY}
+        kind = {"study": STUDY_KIND, "runs": [run], "recorded": {...: ANY}}
         values = checked(json.loads(text), kind, "it")
         return values["study"], values["runs"], values["recorded"]
 

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._kinds import ANY, checked, kind_of
-from ..._text import csv_text, finite
+from ..._text import UserError, csv_text, finite
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
@@ -136,6 +136,13 @@ class Part:
 
 def layout_of(study: Mapping[str, Any]) -> Layout:
     """Return the checked layout of a study's report. By default, the report has a row for each cell and connection."""
+    try:
+        return _checked_layout(study)
+    except UserError as error:
+        raise LabError(str(error)) from None
+
+
+def _checked_layout(study: Mapping[str, Any]) -> Layout:
     dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
     numeric = [axis for axis, values in study["axes"].items()
                if all(isinstance(value, (int, float)) for value in values)]

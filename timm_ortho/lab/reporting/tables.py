@@ -217,7 +217,8 @@ def _with_digits(digits: int) -> Callable[[Optional[float]], str]:
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "model": ("model", lambda name: name.removesuffix("_ortho")), "parameters": ("parameters", "{:,}".format),
+    "model": ("model", lambda name: (name or "unknown").removesuffix("_ortho")),
+    "parameters": ("parameters", "{:,}".format),
     "top1": ("top-1 %", _with_digits(2)), "top5": ("top-5 %", _with_digits(2)),
     "best_top1": ("best top-1 %", _with_digits(2)), "loss": ("loss", _with_digits(4)), "epochs": ("epochs", str),
     "peak_memory": ("peak memory", lambda value: f"{value / 2**20:,.0f} MiB" if value else "unknown"),
