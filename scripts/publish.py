@@ -1,7 +1,7 @@
 """Add the numbers of finished studies to model_cards/results, and regenerate the pages and decisions.
 
     python -m scripts.publish FOLDER ...               output folders of timm-ortho study run; outputs of one study with
-                                                       other seeds or values of an axis become one archive
+                                                       other cells, connections or seeds become one archive
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
@@ -60,14 +60,15 @@ def values_of(folder: Path, comparison: Optional[str]) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the values of one study, whose runs are in several outputs with different seeds or values of an axis."""
+    """Return the values of one study, whose runs are in several outputs with different cells, connections or seeds."""
     if len(parts) == 1:
         return parts[0]
     first, runs = parts[0]["study"], [run for part in parts for run in part["runs"]]
-    united = {
-        "seeds": sorted({run["seed"] for run in runs}),
-        "weights": list(dict.fromkeys(weights for part in parts for weights in part["study"].get("weights", []))),
-        "command": " && ".join(part["study"]["command"] for part in parts)}
+    united: dict[str, Any] = {
+        key: list(dict.fromkeys(value for part in parts for value in part["study"].get(key, [])))
+        for key in ("connections", "weights")}
+    united["seeds"] = sorted({run["seed"] for run in runs})
+    united["command"] = " && ".join(part["study"]["command"] for part in parts)
     for part in parts:
         for key in {**first, **part["study"]}:
             if key not in united and first.get(key) != part["study"].get(key):
