@@ -1,6 +1,28 @@
 """List timm's residual blocks: the stream variable of each class, and its additions.
 
-docs/coverage.md defines which additions are sites, with the special cases of ``mobilevit``, ``tnt`` and ``xcit``.
+A site is an addition of the stream and the branch output, which the block computes from the stream. The stream is the
+input of the block, or the output of the block's shortcut. The branch output includes its norm, LayerScale and drop
+path. An activation or a norm may follow the sum. In the global scope, a connection has one projection per sample, over
+all axes but the first. Special cases:
+
+  * Class and register tokens count as tokens. Padding does not count.
+  * Some models split the stream of a sample into pieces, which they stack along the batch axis. In ``mobilevit`` a
+    piece has the pixels with the same position inside their patch; in ``tnt`` a piece of the pixel stream has the
+    pixels of one patch. The global scope then has one projection per piece. Swin, MaxViT and SAM cut windows
+    inside the branch, so one projection covers the whole sample.
+  * The class attention of ``xcit`` computes a new class token. For the patch tokens, its branch output f contains
+    copies of the stream x (normalised in the first addition). These copies would dominate the sums of one projection
+    over all tokens. In the second addition the coefficient s would then be near 1, and the update x + f - s x would
+    remove the stream of the class token. In this block the global scope therefore projects each token separately.
+
+These additions are not sites:
+
+  * sums of parallel branches that a re-parameterisation folds into one convolution; the folding would remove a
+    connection
+  * sums inside a branch, except in transformer blocks inside a branch (``edgenext``, ``mobilevit``)
+  * additions to a stream of one channel, which has no orthogonal component
+  * sums of feature maps of different resolutions, additions of position embeddings, and concatenations
+
 ``NOT_RESIDUAL`` lists classes that look residual but have no site.
 """
 from typing import Dict, List, Tuple

@@ -1,7 +1,7 @@
 """List residual blocks of torchvision. So far, these are blocks of its classification networks for images and videos.
 
-docs/coverage.md defines which additions are sites. In MaxViT's partitioned attention the stream has the shape
-[B, windows, tokens, C], so a projection in the global scope covers the whole sample.
+:mod:`timm_ortho.blocks.timm` defines which additions are sites. In MaxViT's partitioned attention the stream has the
+shape [B, windows, tokens, C], so a projection in the global scope covers the whole sample.
 """
 from typing import Any, Dict, Tuple
 

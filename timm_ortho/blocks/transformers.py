@@ -1,7 +1,8 @@
 """List the residual blocks of transformers' image, video and audio classifiers and language models.
 
-docs/coverage.md defines which additions are sites. The table contains only the names of the classes, so this module
-does not import transformers. Some classes differ in releases before 5; :func:`timm_ortho.connect` then raises an error.
+:mod:`timm_ortho.blocks.timm` defines which additions are sites. The table contains only the names of the classes, so
+this module does not import transformers. Some classes differ in releases before 5; :func:`timm_ortho.connect` then
+raises an error.
 """
 from typing import Dict, List, Tuple
 
