@@ -8,7 +8,7 @@ A kind describes the values that are allowed. It is a :class:`Plain`, or it cont
 | `{key: kind, ...: kind}` | a mapping with these kinds of values. The key `...` has the kind of all other values |
 | `(kind, kind)` | a value of one of these kinds. If `NULL` is one of them, a key may also be missing |
 """
-import sys
+import math
 from collections import abc
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Union, get_args, get_origin
@@ -31,8 +31,8 @@ TEXT = Plain("text", lambda value: isinstance(value, str))
 FLAG = Plain("true or false", lambda value: isinstance(value, bool))
 COUNT = Plain("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
 SIZE = Plain("a whole number of at least 1", lambda value: type(value) is int and value >= 1)
-# the comparison is false for NaN, inf and 10**400
-NUMBER = Plain("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+NUMBER = Plain("a number", lambda value: math.isfinite(value) if type(value) is float
+               else type(value) is int and abs(value) <= 2**53)  # NumPy makes objects of larger whole numbers
 
 _OF_HINTS = {Any: ANY, type(None): NULL, str: TEXT, bool: FLAG, int: SIZE}
 

@@ -118,11 +118,12 @@ class Connection(nn.Module):
             x = self.carried(x)
         dims = self.dims
         mask: Optional[Tensor] = None
-        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next axis has the channels
+        first = 0  # axis of the groups; the next axis has the channels
         if self.groups > 1:
             if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # a proxy of FX has no sizes
                 raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
             x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
+            first = self.dim if self.dim >= 0 else self.dim - 1
             dims = [first + 1]
         elif attn_mask is not None and dims is None:
             mask = real_tokens(attn_mask, x)

@@ -111,6 +111,8 @@ def test_a_tar_file_cannot_contain_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
     refused("training and validation images would both come from .*data.tar", path)
+    refused("training and validation images would both come from .*data.tar", str(tmp_path), train_split="data.tar",
+            val_split="data.tar")
 
 
 @pytest.mark.parametrize("options", [dict(train_split="test"), dict(val_split="train")])

@@ -23,7 +23,7 @@ def restored():
 @pytest.fixture
 def page(tmp_path):
     """Run the example of the page, and return its names."""
-    example = blocks(section("transformations.md", "Your own transformation"))[0]
+    example, = blocks(section("transformations.md", "Your own transformation"))
     (tmp_path / "mine.py").write_text(f"import timm\nimport timm_ortho\nimport torch\n{example}", encoding="utf-8")
     return runpy.run_path(str(tmp_path / "mine.py"))
 

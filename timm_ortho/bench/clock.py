@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     name: str  # in the tables; `linear` is the baseline
     run: Callable[[Any], Any]  # receives the result of `prepare`
     prepare: Callable[[], Any] = lambda: None  # called before each `run`
-    backend: str = "torch"  # that runs
+    backend: str = "torch"  # name of the backend that runs
     moved: int = 0  # bytes that a call must read and write; 0 if it moves none, or if they are not counted (models)
     keep: Optional[Callable[[], Any]] = None  # forward pass with gradients, to measure the bytes saved for backward
     parameters: Sequence[Tensor] = ()  # tensors to exclude from the saved bytes

@@ -66,12 +66,13 @@ def _operator_candidates(
 
     by_torch, by_triton = (
         partial(residual_update, dim=dim, eps=EPS, backend=backend) for backend in ("torch", "triton"))
-    candidates = [
+    return [
         candidate("linear", torch.add), candidate("plain", plain),
-        candidate("appendix", partial(appendix_update, dim=dim)), candidate("compiled", compiled(plain)),
-        candidate("torch", by_torch), candidate("torch-compiled", compiled(by_torch)),
+        candidate("appendix", partial(appendix_update, dim=dim)),
+        *([candidate("compiled", compiled(plain))] if options.compile else []),
+        candidate("torch", by_torch),
+        *([candidate("torch-compiled", compiled(by_torch))] if options.compile else []),
         candidate("triton", by_triton, **_can_run_triton(x, f)), _copy(options)]
-    return [one for one in candidates if options.compile or "compiled" not in one.name]
 
 
 def bytes_moved(x: Tensor, f: Tensor, g: Tensor, step: str, is_linear: bool = False) -> int:
