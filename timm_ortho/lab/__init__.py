@@ -85,7 +85,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # on a full disk (OSError) or a signal (SystemExit), torch.save raises a RuntimeError while it handles the other
+        # torch.save raises a RuntimeError in place of the OSError of a full disk, and of the SystemExit after a signal
         cause = error.__context__ if isinstance(error.__context__, (OSError, SystemExit)) else error
         if isinstance(cause, SystemExit):
             raise cause from None
