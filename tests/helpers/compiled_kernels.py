@@ -104,7 +104,7 @@ def launches(size, keep_branch):
     x = torch.empty(view, dtype=DTYPES[dtype], device="meta")
     plan = kernels.Plan(x, x, [1], 1e-6, keep_branch=keep_branch)
     sums, parts = ["fp32", "fp32"], "fp32" if plan.kind == "long" else None
-    yield "forward", plan.forward[True], [dtype, dtype, None, None, dtype, *sums, None, None, parts]
+    yield "forward", plan.forward[True], [dtype, dtype, None, None, dtype, *sums, None, parts]
     yield "backward", plan.backward_launch, [dtype, dtype, dtype, *sums, dtype, dtype, parts]
     if parts:
         yield "sums", plan.sums_launch, [dtype, dtype, parts]
@@ -112,8 +112,8 @@ def launches(size, keep_branch):
         x = x[..., 0]
         norm = kernels.Norm(1e-6, True, x.dtype, torch.float32, torch.float32)
         plan = kernels.Plan(x, x, [-1], 1e-6, norm=norm)
-        yield "norm forward", plan.forward[True], [dtype, dtype, *sums, dtype, *sums, dtype, "fp32", None]
-        yield "norm backward", plan.backward_launch, [dtype] * 4 + [*sums, "fp32", "fp32", dtype, dtype, "fp32"]
+        yield "norm forward", plan.forward[True], [dtype, dtype, *sums, dtype, *sums, dtype, None]
+        yield "norm backward", plan.backward_launch, [dtype] * 4 + [*sums, "fp32", dtype, dtype, "fp32"]
 
 
 if __name__ == "__main__":

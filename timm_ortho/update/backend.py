@@ -149,64 +149,69 @@ NORMS = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RmsNorm)
 
 
 # ------------------------------------------------------------------------------------------ plans, and their test
+# The axes of the projection or None, eps, the weights a and b, and whether autograd saves the branch output.
+Update = Tuple[Optional[Tuple[int, ...]], float, float, float, bool]
+
 # The plan of each case, or False if torch computes it. A key contains everything on which a plan depends.
 plans: Dict[Tuple[Any, ...], Any] = {}
 _passed: Dict[Tuple[Any, ...], bool] = {}  # whether the kernels passed the test, by device, dtypes and kind of kernel
 
 
-def by_kernels(update: Tuple[Any, ...], name: str, x: Tensor, f: Tensor, norm: Any = None) -> Any:
+def by_kernels(update: Update, name: str, x: Tensor, f: Tensor, norm: Any = None) -> Any:
     """Return what kernels compute for tensors, or None if torch computes it.
 
     Unless the kernels were requested by name, the first plan of its kind is tested.
 
     Args:
-        update: Axes of the projection as a tuple or None, eps, the weights a and b, and whether f is kept.
+        update: What the kernels compute.
         name: Name of the backend, from :func:`requested_kernels`.
         x, f: Stream and branch output.
         norm: The norm that follows, of a class in ``NORMS``, or None.
     """
-    case, cpp = update, uses_cpp()
-    parameters: Tuple[Optional[Tensor], ...] = ()
+    cpp, of_norm, w, c = uses_cpp(), (), None, None
     if norm is not None:
         own = own_parameters(norm)
-        parameters = own.get("weight"), own.get("bias")
-        case = *update, type(norm), norm.eps, norm.normalized_shape, vars(norm).get("_fast_norm")
+        w, c = own.get("weight"), own.get("bias")
+        of_norm = type(norm), norm.eps, norm.normalized_shape, vars(norm).get("_fast_norm")
     if cpp:
-        outputs = node.call(case, x, f, *parameters)
+        outputs = node.call((update, of_norm), x, f, w, c)
         if outputs is not None:
             return outputs
-    if not is_eager(x, f):
+    if not is_eager(x, f, w, c):
         return None
     key: Tuple[Any, ...] = (
-        case, name, x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device)
-    if parameters:
+        update, name, x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device)
+    if norm is not None:
         device = x.device.type  # the dtype of a norm's result depends on autocast
-        key = *key, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device), *(
-            p if p is None else (type(p), p.dtype) for p in parameters)
+        key = (*key, *of_norm, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+               w is not None and w.dtype, c is not None and c.dtype)
     plan = plans.get(key)
     if plan is None:
         plan = _add_plan(key, name, update, x, f, norm)
     if not plan:
         return None
     try:
-        outputs = plan(x, f, *parameters)
+        outputs = plan(x, f, w, c)
     except KernelFailed as error:
         plan.fails(error)
         return None
     if cpp and not plan.in_cpp and plan.forward[True].compiled and plan.backward_launch.compiled:
-        node.add(case, plan, x, f, *(parameters or (None, None)))
+        node.add((update, of_norm), plan, x, f, w, c)
     return outputs
 
 
-def _add_plan(key: Tuple[Any, ...], name: str, update: Tuple[Any, ...], x: Tensor, f: Tensor, norm: Any) -> Any:
-    plan: Any = None
+def _add_plan(key: Tuple[Any, ...], name: str, update: Update, x: Tensor, f: Tensor, norm: Any) -> Any:
+    """Make the plan of a case, and test it. Return False if torch computes the case."""
+    plan: Any = False
     if can_run(name, x):
         from .kernels import make_plan  # Triton is optional and slow to import
 
-        plan = make_plan(x, f, norm, *update)
+        plan = make_plan(x, f, norm, *update) or False
     if len(plans) >= 1024:  # many different shapes or weights: start again
         plans.clear()
-    plans[key] = plan or False
+    plans[key] = plan
+    if not plan:
+        return False
 
     def fails(problem: Any) -> None:
         if name != "auto":
@@ -216,9 +221,8 @@ def _add_plan(key: Tuple[Any, ...], name: str, update: Tuple[Any, ...], x: Tenso
             f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {problem}; the torch backend is used from "
             f"now on. Please report this. {BACKEND_VARIABLE}=torch avoids the test", RuntimeWarning, stacklevel=2)
 
-    if plan:
-        plan.fails = fails
-    if plan and name == "auto":
+    plan.fails = fails
+    if name == "auto":
         if plan.case not in _passed:
             if x.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
                 del plans[key]  # the test synchronises the device: test a later call
@@ -230,5 +234,5 @@ def _add_plan(key: Tuple[Any, ...], name: str, update: Tuple[Any, ...], x: Tenso
             _passed[plan.case] = not problem
             if problem:
                 fails(problem)
-        plans[key] = plan if _passed[plan.case] else False
+        plans[key] = _passed[plan.case] and plan
     return plans[key]

@@ -56,15 +56,15 @@ class KernelFailed(RuntimeError):
 
 
 class KernelUpdate(torch.autograd.Function):
-    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with the parameters of the norm if any.
+    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with the weight and bias of the norm if any.
 
     Without a norm, it saves as many tensors as :class:`TorchUpdate`, with the same shapes. A checkpointed block can
     therefore be recomputed with another backend.
     """
 
     @staticmethod
-    def forward(ctx, x, f, plan, *parameters):
-        outputs, saved = plan.update(x, f, *parameters)
+    def forward(ctx, x, f, w, c, plan):
+        outputs, saved = plan.update(x, f, w, c)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.plan = plan

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._checks import check_tensors
 from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
-from .formula import formula
+from .formula import formula, in_dtype
 from .gradient import KernelFailed, KernelUpdate
 from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kernel
 
@@ -117,14 +117,14 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=["outer"])
 def update_kernel(
-        x_ptr, f_ptr, w_ptr, c_ptr, y_ptr, s_ptr, n_ptr, h_ptr, moments_ptr, parts_ptr,
+        x_ptr, f_ptr, w_ptr, c_ptr, y_ptr, s_ptr, n_ptr, h_ptr, parts_ptr,
         b, k, eps, norm_eps, outer, width, inner, pieces,
         KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
         BLOCK_PIECES: tl.constexpr, CENTERED: tl.constexpr,
 ):
     """Store ``y = b f + (1 + k s) x`` and, unless s_ptr is None, ``s = <x, f> / n`` and ``n = <x, x> + eps``.
 
-    Unless h_ptr is None, store also the norm h of y, which requires rows, and its moments m and r, see
+    Unless h_ptr is None, store also the norm h of y, which requires rows, and its moments m and r after n, see
     :mod:`timm_ortho.update.norm`.
     """
     start, offsets, mask, projection, valid = _tile(outer, width, inner, KIND, UNIT, BLOCK_P, BLOCK_W)
@@ -157,9 +157,9 @@ def update_kernel(
         if c_ptr is not None:
             h = h + _load(c_ptr, 0, w, w < width)[None, :]
         tl.store(h_ptr + start + offsets, h, mask=mask)
-        if moments_ptr is not None:
-            tl.store(moments_ptr + projection, m, mask=valid)
-            tl.store(moments_ptr + outer + projection, r, mask=valid)
+        if n_ptr is not None:
+            tl.store(n_ptr + outer + projection, m, mask=valid)
+            tl.store(n_ptr + outer + outer + projection, r, mask=valid)
 
 
 @triton.jit(do_not_specialize=["outer"])
@@ -349,17 +349,17 @@ class Plan:
             programs = min(programs, at_once)
         self.backward_launch = Launch(norm_gradients_kernel, programs, warps,
                                       (outer, width, centered, unit, block_p, block_w), x.device)
-        self.moments = dict(size=(2, outer), **numbers)
+        self.moments = dict(size=(3, outer), **numbers)  # n, m and r
         if norm.weight is not None:
             self.parts = dict(size=(2, programs, width), **numbers)
 
-    def __call__(self, x: Tensor, f: Tensor, *parameters: Optional[Tensor]) -> Any:
+    def __call__(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None) -> Any:
         """Return y, or y and h."""
-        if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or any(
-                p is not None and p.requires_grad for p in parameters)):
-            outputs = KernelUpdate.apply(x, f, self, *parameters)
+        if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
+                                        or (c is not None and c.requires_grad)):
+            outputs = KernelUpdate.apply(x, f, w, c, self)
         else:
-            outputs, _ = self.update(x, f, *parameters, keep=False)
+            outputs, _ = self.update(x, f, w, c, keep=False)
         return outputs[0] if self.norm is None else outputs[:2]
 
     def update(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None, keep: bool = True,
@@ -369,20 +369,19 @@ class Plan:
         Unless ``keep``, s is None.
         """
         y = torch.empty_like(x, dtype=self.dtype)
-        s = n = h = moments = parts = None
+        s = n = h = parts = None
         if keep:
             s = torch.empty_strided(**self.sums)
-            n = torch.empty_like(s)
+            n = torch.empty_like(s) if self.norm is None else torch.empty(**self.moments)
         if self.norm is not None:
             h = torch.empty_like(x, dtype=self.norm.dtype)
-            moments = torch.empty(**self.moments) if keep else None
         if self.kind == "long":
             parts = torch.empty(**self.parts)
             self.sums_launch(x, f, parts)
-        self.forward[keep](x, f, w, c, y, s, n, h, moments, parts)
+        self.forward[keep](x, f, w, c, y, s, n, h, parts)
         if h is None:
             return (y, s), (x, y if self.recover else f, s, n)
-        return (y, h, s), (x, y, s, n, w, moments)
+        return (y, h, s), (x, y, s, n, w)
 
     def backward(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
         """Return the gradients of the inputs of the autograd function, by kernels if possible."""
@@ -408,19 +407,19 @@ class Plan:
                 and x.stride() == kept.stride() == self.strides and s.stride() == n.stride() == self.sums["stride"])
 
     def gradients(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
-        """Return dL/dx, dL/df, None, and dL/dw and dL/dc of the norm if any, by kernels."""
-        x, kept, s, n, *of_norm = saved
+        """Return dL/dx, dL/df, dL/dw, dL/dc and None, by kernels."""
+        x, kept, s, n, *w = saved
         upstream = [self.placed(g) for g in grads[:-1]]
         grad_x, grad_f = torch.empty_like(x), torch.empty_like(x, dtype=self.branch_dtype)
         parts = None if self.parts is None else torch.empty(**self.parts)
         if self.kind == "long":
             self.sums_launch(x, upstream[0], parts)
-        self.backward_launch(x, kept, *upstream, s, n, *of_norm, grad_x, grad_f, parts)
+        self.backward_launch(x, kept, *upstream, s, n, *w, grad_x, grad_f, parts)
         if self.norm is None or parts is None:
             return grad_x, grad_f, None, None, None
         grad_w, grad_c = parts.sum(1).unbind()  # to iterate over a tensor takes twice as long
-        bias = self.norm.bias
-        return grad_x, grad_f, None, grad_w.to(self.norm.weight), None if bias is None else grad_c.to(bias)
+        *_, weight, bias = self.norm
+        return grad_x, grad_f, in_dtype(grad_w, weight), None if bias is None else in_dtype(grad_c, bias), None
 
     def placed(self, g: Tensor) -> Tensor:
         """Return a gradient with the strides of the stream."""
@@ -451,8 +450,7 @@ class Plan:
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             outputs = tuple(compress(self.by_torch(*inputs), (g is not None for g in grads)))
             found = iter(torch.autograd.grad(outputs, given, upstream, create_graph=recorded, allow_unused=True))
-        grad_x, grad_f, *of_norm = (None if t is None else next(found) for t in inputs)
-        return grad_x, grad_f, None, *of_norm
+        return *(None if t is None else next(found) for t in inputs), None
 
     @torch.inference_mode(False)  # the first call may be in inference mode, where autograd cannot record
     def problem(self) -> str:

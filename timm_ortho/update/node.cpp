@@ -72,7 +72,8 @@ static int autocast_dtype(c10::DeviceType type) {
 
 static uintptr_t address(const Tensor& t) { return t.defined() ? reinterpret_cast<uintptr_t>(t.data_ptr()) : 0; }
 
-// A plan of kernels.py. The sums s and n and the moments of the norm share a tensor: `projections` numbers each.
+// A plan of kernels.py. The sums s and n and the moments of the norm, which follow n, share a tensor: `projections`
+// numbers each.
 struct Plan {
   py::object python;
   Kernel forward, backward;
@@ -90,7 +91,7 @@ struct Plan {
     return !with_norm || autocast == autocast_dtype(kinds[0].device.type());  // the norm's result depends on autocast
   }
 
-  int64_t padded() const { return (projections + 3) / 4 * 4; }  // each part is aligned to 16 bytes
+  int64_t padded() const { return (projections + 3) / 4 * 4; }  // s and n are aligned to 16 bytes
 };
 
 static variable_list by_python(AutogradContext* ctx, const Plan& plan, const variable_list& saved, const variable_list& grads) {
@@ -114,10 +115,9 @@ static variable_list by_python(AutogradContext* ctx, const Plan& plan, const var
   upstream.append(py::none());  // the sums are no output here
   const py::object w = plan.with_norm && saved[3].defined() ? py::cast(saved[3]) : py::none();
   const py::tuple found = plan.python.attr("torch_gradients")(x, f, w, upstream);
-  variable_list results(5);  // in Python, the third input is the plan
-  const size_t places[] = {0, 1, 4, 2, 3};
+  variable_list results(5);
   for (size_t i = 0; i < found.size(); ++i) {
-    if (!found[i].is_none()) results[places[i]] = found[i].cast<Tensor>();
+    if (!found[i].is_none()) results[i] = found[i].cast<Tensor>();
   }
   return results;
 }
@@ -134,7 +134,7 @@ struct Node : torch::autograd::Function<Node> {
     const Tensor h = plan.with_norm ? at::empty_like(x, x.options().dtype(plan.norm_dtype)) : Tensor();
     float* s = sums.data_ptr<float>();
     plan.forward.launch({x.data_ptr(), f.data_ptr(), w.defined() ? w.data_ptr() : nullptr, c.defined() ? c.data_ptr() : nullptr,
-                         y.data_ptr(), s, s + padded, h.defined() ? h.data_ptr() : nullptr, s + 2 * padded}, x.device());
+                         y.data_ptr(), s, s + padded, h.defined() ? h.data_ptr() : nullptr}, x.device());
     ctx->saved_data["plan"] = plan_address;
     ctx->set_materialize_grads(false);
     if (!plan.with_norm) {
@@ -160,7 +160,7 @@ struct Node : torch::autograd::Function<Node> {
     }
     if (!plain || addresses % 16) return by_python(ctx, plan, saved, grads);
     const Tensor grad_x = at::empty_like(x), grad_f = at::empty_like(x, x.options().dtype(plan.branch_dtype));
-    float *s = sums.data_ptr<float>(), *n = s + plan.padded(), *moments = n + plan.padded();
+    float *s = sums.data_ptr<float>(), *n = s + plan.padded();
     if (!plan.with_norm) {
       plan.backward.launch({x.data_ptr(), kept.data_ptr(), grads[0].data_ptr(), s, n, grad_x.data_ptr(), grad_f.data_ptr()},
                            x.device());
@@ -168,7 +168,7 @@ struct Node : torch::autograd::Function<Node> {
     }
     const Tensor parts = w.defined() ? at::empty(plan.parts_size, sums.options()) : Tensor();
     plan.backward.launch({x.data_ptr(), kept.data_ptr(), grads[0].data_ptr(), grads[1].data_ptr(), s, n,
-                          w.defined() ? w.data_ptr() : nullptr, moments, grad_x.data_ptr(), grad_f.data_ptr(),
+                          w.defined() ? w.data_ptr() : nullptr, grad_x.data_ptr(), grad_f.data_ptr(),
                           w.defined() ? parts.data_ptr() : nullptr}, x.device());
     if (!w.defined()) return {grad_x, grad_f, {}, {}, {}};
     const Tensor of_parameters = parts.sum(1);

@@ -28,7 +28,7 @@ WARPS = 32  # warps of the backward kernel per multiprocessor; each program adds
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradients_kernel(
-        x_ptr, y_ptr, grad_y_ptr, grad_h_ptr, s_ptr, n_ptr, w_ptr, moments_ptr, grad_x_ptr, grad_f_ptr, parts_ptr,
+        x_ptr, y_ptr, grad_y_ptr, grad_h_ptr, s_ptr, n_ptr, w_ptr, grad_x_ptr, grad_f_ptr, parts_ptr,
         rows, width, CENTERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):
     """Store dL/dx, dL/df and, if w_ptr is not None, dL/dw and dL/dc of this program's rows in ``parts``.
@@ -53,8 +53,8 @@ def norm_gradients_kernel(
         grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + p, mask=p < rows, other=0.0)[:, None]
         n = tl.load(n_ptr + p, mask=p < rows, other=1.0)[:, None]
-        m = tl.load(moments_ptr + p, mask=p < rows, other=0.0)[:, None]
-        r = tl.load(moments_ptr + rows + p, mask=p < rows, other=0.0)[:, None]
+        m = tl.load(n_ptr + rows + p, mask=p < rows, other=0.0)[:, None]
+        r = tl.load(n_ptr + rows + rows + p, mask=p < rows, other=0.0)[:, None]
         z = tl.where(mask, (y - m) * r, 0.0)
         if w_ptr is not None:
             grad_w += tl.sum(u * z, 0)
