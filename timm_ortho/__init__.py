@@ -15,7 +15,7 @@ def _is_command_line() -> bool:
     """
     if sys.argv[:1] == ["-m"]:
         return re.search(r" -\w*m ?timm_ortho( |$)", " ".join(sys.orig_argv)) is not None  # also `-um timm_ortho`
-    return bool(sys.argv) and Path(sys.argv[0]).stem == "timm-ortho"
+    return bool(sys.argv) and Path(sys.argv[0]).name in ("timm-ortho", "timm-ortho.exe")
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,9 @@ def uses(cls: type, attribute: str, base: type = object) -> bool:
     return False
 
 
+ADDING = {"add", "add_", "add_relu"}  # functions and methods
+
+
 def names_in(code: Optional[CodeType]) -> Set[str]:
     """Return the global names and attributes in the code of a function and of the functions inside it."""
     inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
@@ -32,9 +35,9 @@ def names_in(code: Optional[CodeType]) -> Set[str]:
 
 
 def adds(code: Optional[CodeType]) -> bool:
-    """Return whether the code of a function, or of a function inside it, adds by ``+``, ``+=`` or ``add``."""
+    """Return whether the code of a function, or of a function inside it, adds by ``+``, ``+=`` or one of ``ADDING``."""
     if code is None:
         return False
     signs = {each.argrepr for each in dis.get_instructions(code) if each.opname == "BINARY_OP"}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return not (signs | names_in(code)).isdisjoint({"+", "+=", "add", "add_"}) or any(map(adds, inner))
+    return not (signs | names_in(code)).isdisjoint({"+", "+=", *ADDING}) or any(map(adds, inner))

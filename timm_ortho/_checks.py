@@ -58,6 +58,9 @@ def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
     ``dims=None`` means all axes except the first.
     """
     ndim = x.dim()
+    if (dims is not None and len(dims) == 1 and -ndim <= dims[0] < ndim and x.shape == f.shape
+            and x.device == f.device and x.is_floating_point() and f.is_floating_point()):
+        return dims  # fast
     axes = list(range(1, ndim)) if dims is None else dims
     if x.shape != f.shape:
         problem = "stream and branch output must have the same shape"

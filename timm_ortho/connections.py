@@ -87,10 +87,10 @@ class Connection(nn.Module):
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
         check_eps(eps)
-        self.dim = dim
+        self.dim = check_count("dim", dim, None)
         self.eps = float(eps)
         self.keep = known_name("keep", keep, KEEPS)
-        self.dims = [dim]
+        self.dims = [self.dim]
         self.groups = 1
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
@@ -440,7 +440,7 @@ class FeatureConnection(Connection):
 
 def can_fuse_norm(connection: nn.Module) -> bool:
     """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
-    return (type(connection) is FeatureConnection and connection.dim == -1 and connection.prob == 1.0
+    return (type(connection) is FeatureConnection and connection.dims == [-1] and connection.prob == 1.0
             and connection.groups == 1 and connection.skip is None and connection.keep == "output"
             and not has_hooks(connection))
 

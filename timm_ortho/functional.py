@@ -6,7 +6,7 @@ the two parts. :func:`choose_backend` and :func:`use_backend` select the impleme
 from typing import Any, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name, listed_axes
@@ -16,6 +16,7 @@ from ._compat import (
     is_eager,
     is_recorded,
     is_transformed,
+    own_parameters,
     returns_views,
 )
 from .update.backend import BACKENDS, NORMS, by_kernels, choose_backend, requested_kernels, use_backend
@@ -77,7 +78,7 @@ def residual_update(
     code must call :func:`plain_update` itself, because TorchScript does not compile keyword-only arguments.
 
     Args:
-        x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64
+        x: Stream, of any shape. If |x|^2 or <x, f> exceeds the range of float32 (3.4e38), or of float64 for float64
             inputs, the result is NaN, except for ``a = b = 1.0``.
         f: Branch output, of the same shape.
         parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
@@ -114,7 +115,7 @@ def residual_update(
     known_name("keep", keep, KEEPS)
     if backend is not None:
         known_name("backend", backend, BACKENDS)
-    return checked_update(x, f, parallel, orthogonal, listed_axes(dim), eps, mask, keep == "branch", backend)
+    return checked_update(x, f, parallel, orthogonal, listed_axes(dim), float(eps), mask, keep == "branch", backend)
 
 
 def checked_update(
@@ -130,24 +131,18 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps, mask)
     if x.is_nested or f.is_nested:
         raise ValueError("nested tensors are not supported: pass their packed tokens, x.values() and f.values()")
+    dims = check_tensors(x, f, dims)
     if mask is not None:
-        check_tensors(x, f, dims)
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
-    learned, name = isinstance(a, Tensor) or isinstance(b, Tensor), None
-    if not (torch.compiler.is_compiling() or learned or are(a, b, 1.0, 1.0)):
-        name = requested_kernels(x, backend)
-    if name is not None:
-        y = by_kernels((None if dims is None else tuple(dims), eps, a, b, keep_branch), name, x, f)
-        if y is not None:
-            return y
-    eager = is_eager(x, f)
-    ndim = x.dim()
-    if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape
-            or x.device != f.device or not x.is_floating_point() or not f.is_floating_point()):
-        dims = check_tensors(x, f, dims)
     if are(a, b, 1.0, 1.0):
         return x + f
+    learned = isinstance(a, Tensor) or isinstance(b, Tensor)
+    name = None if learned or torch.compiler.is_compiling() else requested_kernels(x, backend)
+    y = None if name is None else by_kernels((tuple(dims), eps, a, b, keep_branch), name, x, f)
+    if y is not None:
+        return y
+    eager = is_eager(x, f)
     with_gradients = torch.is_grad_enabled() and (
         x.requires_grad or f.requires_grad
         or (learned and any(isinstance(weight, Tensor) and weight.requires_grad for weight in (a, b))))
@@ -165,12 +160,18 @@ def update_with_norm(x: Tensor, f: Tensor, norm: Any, eps: float, name: str) -> 
     """Return the orthogonal update y along the last axis, and ``norm(y)``, from one kernel.
 
     None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
-    hooks, and for tensors with gaps in memory. While hooks of saved tensors are active, too: two steps save the same
-    tensors with each backend, so a checkpointed block can be recomputed with another backend.
+    hooks or with a weight that is not their own dense parameter (as in a replica of ``nn.DataParallel``), and for
+    tensors with gaps in memory. None also while hooks of saved tensors are active, because a checkpointed block may be
+    recomputed with another backend, and two steps save the same tensors with each backend.
 
     Args:
         name: Name of the backend, from :func:`timm_ortho.update.backend.requested_kernels`.
     """
-    if type(norm) not in NORMS or has_hooks(norm) or hooks_saved_tensors():
+    own = own_parameters(norm) if type(norm) in NORMS else {}
+    if own.keys() != NORMS.get(type(norm)) or has_hooks(norm) or hooks_saved_tensors():
         return None
+    for p in own.values():
+        if p is not None and not (type(p) is nn.Parameter and p.shape == norm.normalized_shape and p.is_contiguous()
+                                  and p.device == x.device):
+            return None
     return by_kernels(((-1,), eps, 0.0, 1.0, False), name, x, f, norm)

@@ -40,6 +40,8 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence,
 
 import torch
 
+from ._bytecode import ADDING
+
 if TYPE_CHECKING:
     from .blocks.spec import BlockSpec
 
@@ -53,7 +55,7 @@ _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call re
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that may change between calls
-_ADDING = {"add", "addcmul", "iadd", "sub", "subtract"}  # functions and methods, without underscores
+_ADDING = {*ADDING, "addcmul", "iadd", "sub", "subtract"}  # functions and methods, without underscores
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONDITIONAL = (  # expressions that may evaluate their parts never, or several times
     ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

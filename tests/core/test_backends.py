@@ -3,13 +3,14 @@ import contextlib
 import functools
 import threading
 
+import numpy as np
 import pytest
 import torch
 from helpers.kernel_cases import kernels, needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from timm_ortho import FeatureConnection, residual_update
+from timm_ortho import FeatureConnection, functional, residual_update
 from timm_ortho.functional import BACKENDS, choose_backend, plain_update, use_backend
 from timm_ortho.update import backend as backends
 
@@ -203,9 +204,12 @@ def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, kind, spoi
     x, f, g = tensors(shape)
     expected = run("torch", x, f, g, dim=dim)
     calls = sabotaged(monkeypatch, spoil)
+    monkeypatch.setattr(backends, "requested_kernels", functional.requested_kernels)
+    assert choose_backend(x, f, dim=dim) == "triton"
     with pytest.warns(RuntimeWarning, match=rf"Triton kernels \(cpu torch.float32 torch.float32 {kind}\) are inaccurate"
                                             ".*torch backend is used from now on"):
         results = auto(x, f, g, dim=dim)
+    assert choose_backend(x, f, dim=dim) == "torch"
     assert all(map(torch.equal, results, expected))
     assert all(map(torch.equal, auto(x, f, g, dim=dim), expected))  # pytest raises on a second warning
     assert len(calls) == 1
@@ -246,6 +250,12 @@ def test_an_out_of_memory_error_of_a_kernel_is_raised(auto, monkeypatch):
     monkeypatch.setattr(kernels, "update_kernel", Broken(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         auto(*tensors())
+
+
+@needs_triton
+def test_kernels_accept_numbers_of_numpy():
+    inputs = tensors()
+    torch.testing.assert_close(run("triton", *inputs, eps=np.float32(0.5)), run("torch", *inputs, eps=0.5))
 
 
 @needs_triton

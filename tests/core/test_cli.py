@@ -60,6 +60,11 @@ def test_the_command_line_is_recognized(monkeypatch, words, answer):
     assert timm_ortho._is_command_line() is answer
 
 
+def test_a_script_named_as_the_command_is_not_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/timm-ortho.py"])
+    assert not timm_ortho._is_command_line()
+
+
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
 def test_env_prints_the_backend_and_its_reason(capsys, wanted, answer, monkeypatch):

@@ -119,6 +119,7 @@ def test_a_skip_reaches_join_through_other_methods():
     ({"connection": "feature", "eps": "1e-6"}, "eps must be in [2**-126, 2**127], got '1e-6'"),
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
     ({"connection": "feature", "groups": 0}, "groups must be a whole number of at least 1, got 0"),
+    ({"connection": "feature", "dim": None}, "dim must be a whole number, got None"),
     ({"connection": "feature", "groups": "heads"}, "groups must be a whole number of at least 1, got 'heads'"),
     ({"connection": "global", "groups": 2}, not_taken("global", "groups")),
     ({"connection": HalfConnection, "groups": 2}, not_taken("HalfConnection", "groups")),

@@ -116,6 +116,19 @@ def without_weight(x, f, connection, norm):
     norm.weight = None  # the bias remains
 
 
+def with_buffers(x, f, connection, norm):
+    """As a frozen norm. Replicas of ``nn.DataParallel`` and FSDP's flat parameters have no own parameters either."""
+    for name in ("weight", "bias"):
+        delattr(norm, name)
+        norm.register_buffer(name, torch.randn(20, device=DEVICE))
+
+
+def with_weight(weight):
+    def change(x, f, connection, norm):
+        norm.weight = nn.Parameter(weight.to(DEVICE))
+    return change
+
+
 class Doubled(nn.LayerNorm):
     def forward(self, y):
         return 2 * super().forward(y)
@@ -128,6 +141,9 @@ CASES = {
     "an own forward": (with_own_forward, False),
     "a parametrized norm": (parametrized, False),
     "a bias without a weight": (without_weight, False),
+    "buffers instead of parameters": (with_buffers, False),
+    "gaps in the weight": (with_weight(torch.randn(40)[::2]), False),
+    "an expanded weight": (with_weight(torch.ones(1).expand(20)), False),
     "a subclass of a norm": (lambda x, f, c, n: (x, f, c, Doubled(20).to(DEVICE)), False),
     "another norm": (lambda x, f, c, n: (x, f, c, nn.Identity()), False),
     "two axes": (lambda x, f, c, n: (x, f, c, nn.LayerNorm([3, 20]).to(DEVICE)), False),
@@ -189,12 +205,36 @@ def test_a_full_table_of_plans_starts_again():
     assert len(backends.plans) == 2
 
 
-def test_a_plan_is_not_used_again_for_a_subclass_of_parameters():
+@pytest.mark.parametrize("weight", [
+    type("Quantized", (nn.Parameter,), {})(torch.ones(20)), nn.Parameter(torch.ones(40)[::2]),
+    nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(20, device="meta")),
+], ids=["subclass", "gaps", "size", "device"])
+def test_a_plan_is_not_used_again_for_another_kind_of_weight(weight):
     x, f, _ = tensors((2, 3, 20))
     norm = made("LayerNorm", 20)
     in_one_step("triton")(x, f, norm)
-    norm.weight = type("Quantized", (nn.Parameter,), {})(norm.weight.detach())
+    norm.weight = weight
     assert update_with_norm(x, f, norm, EPS, "triton") is None
+
+
+def test_functional_call_takes_two_steps():
+    """Its tensors are no parameters. The module's own calls take one step, before and after it."""
+    x, f, _ = tensors((2, 3, 20))
+    norm, taken = made("LayerNorm", 20), []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self):
+            taken.append(update_with_norm(x, f, self.norm, EPS, "triton") is not None)
+
+    block, weights = Block(), {"norm.weight": torch.randn(20, 2, device=DEVICE)[:, 0]}
+    for _ in range(2):
+        torch.func.functional_call(block, weights)
+        block()
+    assert taken == [False, True, False, True]
 
 
 def test_a_plan_is_used_again_only_for_the_same_autocast():

@@ -405,7 +405,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("statement", [
     "x = torch.add(x, f)", "x = torch.add(other=f, input=x)", "x.add_(f)", "x = f.add_(x)", "x = (x + f).add(f)",
     "x = operator.iadd(x, f)", "x = torch.addcmul(x, f, f)", "x = x - (-f)", "x = x - f.mean()", "x -= f",
-    "x[:, 1:] += f", "x.data += f",
+    "x[:, 1:] += f", "x.data += f", "x = self.ff.add_relu(x, f)",
     "x = torch.subtract(x, f)", "x = torch.stack([x, f]).sum(0)", "x = torch.sum(torch.stack((f, x)), dim=0)",
     "x = sum([x, f])", "x = y + f", "y += f", "y.add_(f)", "z: object = x; x = z + f"])
 def test_a_second_sum_that_is_not_replaced(tmp_path, statement):

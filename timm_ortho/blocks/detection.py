@@ -5,7 +5,7 @@ from functools import cache
 from types import CodeType
 from typing import Optional, Set, Union
 
-from .._bytecode import adds, names_in
+from .._bytecode import ADDING, adds, names_in
 from ..routing import syntax_tree
 from .lookup import method_of
 
@@ -55,7 +55,6 @@ def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
 _NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # arguments that are neither stream nor branch
 _NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)|(^|_)masks?$"  # summands that are no branch
 _NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations of arguments that are not tensors
-_ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
@@ -90,7 +89,7 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.target, node.value]
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         summands = [node.left, node.right]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ADDING:
         by_name = [keyword.value for keyword in node.keywords]
         summands = [node.func.value, *node.args[:2], *by_name]  # for torch.add, func.value is the module torch
     else:

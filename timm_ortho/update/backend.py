@@ -84,7 +84,7 @@ def use_backend(name: str, cpp: Optional[bool] = None) -> Iterator[None]:
 
 def choose_backend(
         x: Tensor, f: Tensor, backend: Optional[str] = None, dim: Union[int, Tuple[int, ...], None] = -1) -> str:
-    """Return the backend that :func:`timm_ortho.residual_update` would use for these tensors.
+    """Return the backend that :func:`timm_ortho.residual_update` would use for these tensors and weights a, b = 0, 1.
 
     Args:
         x: Stream.
@@ -110,10 +110,10 @@ def choose_backend(
     name = requested_kernels(x, backend) if is_eager(x, f) else None
     if name is None or not can_run(name, x):
         return "torch"
-    from .kernels import view_of
+    from .kernels import make_plan
 
-    dims = check_tensors(x, f, listed_axes(dim))
-    return "torch" if view_of(x, f, dims) is None else "triton"
+    plan = make_plan(x, f, None, check_tensors(x, f, listed_axes(dim)), 1e-6, 0.0, 1.0, False)
+    return "triton" if plan and (name != "auto" or _passed.get(plan.case, True)) else "torch"
 
 
 def requested_kernels(x: Tensor, backend: Optional[str] = None) -> Optional[str]:
@@ -144,13 +144,14 @@ def why_not_triton(device: str) -> Optional[str]:
     return None
 
 
-# Norms that the kernels can compute together with the update, without subclasses, such as parametrized norms.
-NORMS = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RmsNorm)
+# Norms that the kernels can compute together with the update, without subclasses, such as parametrized norms, and the
+# names of their parameters.
+NORMS = {nn.LayerNorm: {"weight", "bias"}, LayerNorm: {"weight", "bias"}, nn.RMSNorm: {"weight"}, RmsNorm: {"weight"}}
 
 
 # ------------------------------------------------------------------------------------------ plans, and their test
-# The axes of the projection or None, eps, the weights a and b, and whether autograd saves the branch output.
-Update = Tuple[Optional[Tuple[int, ...]], float, float, float, bool]
+# The axes of the projection, eps, the weights a and b (numbers), and whether autograd saves the branch output.
+Update = Tuple[Tuple[int, ...], float, Any, Any, bool]
 
 # The plan of each case, or False if torch computes it. A key contains everything on which a plan depends.
 plans: Dict[Tuple[Any, ...], Any] = {}
@@ -166,9 +167,10 @@ def by_kernels(update: Update, name: str, x: Tensor, f: Tensor, norm: Any = None
         update: What the kernels compute.
         name: Name of the backend, from :func:`requested_kernels`.
         x, f: Stream and branch output.
-        norm: The norm that follows, of a class in ``NORMS``, or None.
+        norm: The norm that follows, see :func:`timm_ortho.functional.update_with_norm`, or None.
     """
-    cpp, of_norm, w, c = uses_cpp(), (), None, None
+    cpp, w, c = uses_cpp(), None, None
+    of_norm: Tuple[Any, ...] = ()
     if norm is not None:
         own = own_parameters(norm)
         w, c = own.get("weight"), own.get("bias")
@@ -177,7 +179,7 @@ def by_kernels(update: Update, name: str, x: Tensor, f: Tensor, norm: Any = None
         outputs = node.call((update, of_norm), x, f, w, c)
         if outputs is not None:
             return outputs
-    if not is_eager(x, f, w, c):
+    if not is_eager(x, f):
         return None
     key: Tuple[Any, ...] = (
         update, name, x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device)
@@ -202,18 +204,13 @@ def by_kernels(update: Update, name: str, x: Tensor, f: Tensor, norm: Any = None
 
 def _add_plan(key: Tuple[Any, ...], name: str, update: Update, x: Tensor, f: Tensor, norm: Any) -> Any:
     """Make the plan of a case, and test it. Return False if torch computes the case."""
-    plan: Any = False
+    plan: Any = None
     if can_run(name, x):
         from .kernels import make_plan  # Triton is optional and slow to import
 
-        plan = make_plan(x, f, norm, *update) or False
-    if len(plans) >= 1024:  # many different shapes or weights: start again
-        plans.clear()
-    plans[key] = plan
-    if not plan:
-        return False
+        plan = make_plan(x, f, norm, *update)
 
-    def fails(problem: Any) -> None:
+    def fails(problem: KernelFailed) -> None:
         if name != "auto":
             raise problem
         plans[key] = False
@@ -221,18 +218,18 @@ def _add_plan(key: Tuple[Any, ...], name: str, update: Update, x: Tensor, f: Ten
             f"timm_ortho's Triton kernels ({' '.join(map(str, plan.case))}) {problem}; the torch backend is used from "
             f"now on. Please report this. {BACKEND_VARIABLE}=torch avoids the test", RuntimeWarning, stacklevel=2)
 
-    plan.fails = fails
-    if name == "auto":
-        if plan.case not in _passed:
+    if plan:
+        plan.fails = fails
+        if name == "auto" and plan.case not in _passed:
             if x.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
-                del plans[key]  # the test synchronises the device: test a later call
-                return plan
+                return plan  # the test synchronises the device: test a later call
             try:
-                problem = plan.problem()
+                plan.test()
+                _passed[plan.case] = True
             except KernelFailed as error:
-                problem = str(error)
-            _passed[plan.case] = not problem
-            if problem:
-                fails(problem)
-        plans[key] = _passed[plan.case] and plan
+                _passed[plan.case] = False
+                fails(error)
+    if len(plans) >= 1024:  # many different shapes or weights: start again
+        plans.clear()
+    plans[key] = plan if plan and (name != "auto" or _passed[plan.case]) else False
     return plans[key]

@@ -56,10 +56,10 @@ class KernelFailed(RuntimeError):
 
 
 class KernelUpdate(torch.autograd.Function):
-    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with the weight and bias of the norm if any.
+    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`.
 
-    Without a norm, it saves as many tensors as :class:`TorchUpdate`, with the same shapes. A checkpointed block can
-    therefore be recomputed with another backend.
+    The norm after it, if any, has the weight w and the bias c. Without a norm, it saves as many tensors as
+    :class:`TorchUpdate`, with the same shapes, so a checkpointed block can be recomputed with another backend.
     """
 
     @staticmethod

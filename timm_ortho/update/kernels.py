@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._checks import check_tensors
 from .._compat import current_cuda_device, is_eager, own_parameters, raw_cuda_stream
 from .._text import error_text
 from .formula import formula, in_dtype
@@ -197,17 +196,11 @@ _runtime = triton.knobs.runtime
 
 
 class Launch:
-    """A launch of one kernel with constant sizes.
+    """A launch of one kernel with constant sizes. The kernel's arguments are pointers, then constants.
 
     Triton derives a kernel's types and alignments from its arguments at each launch. Here only addresses change, so a
     compiled kernel is launched again directly if all addresses are aligned to 16 bytes, in a quarter of the time. Hooks
     of kernels, for example of a profiler, need a launch by Triton.
-
-    Args:
-        kernel: The kernel. Its arguments are pointers and constants, in this order.
-        programs, warps: Number of programs, and of warps in each.
-        constants: The arguments that are the same at each launch.
-        device: Device of the tensors.
     """
 
     def __init__(self, kernel: Any, programs: int, warps: int, constants: Tuple[Any, ...], device: torch.device):
@@ -247,9 +240,10 @@ def view_of(x: Tensor, f: Tensor, dims: Sequence[int]) -> Optional[Tuple[int, in
     """Return ``outer, width, inner`` of the view that the kernels read, and sizes and strides of s and n.
 
     None if there are no kernels for these tensors: other dtypes, gaps in memory, different strides of x and f, axes
-    ``dims`` that are not adjacent in memory, long columns, and no elements.
+    ``dims`` that are not adjacent in memory, long columns, no axes, and no elements.
     """
-    if not (x.dtype in DTYPES and f.dtype in DTYPES and x.shape == f.shape and x.stride() == f.stride() and x.numel()):
+    if not (x.dtype in DTYPES and f.dtype in DTYPES and x.device == f.device and x.shape == f.shape
+            and x.stride() == f.stride() and x.dim() and x.numel()):
         return None
     reduced = {axis % x.dim() for axis in dims}
     sizes, strides, part = [1, 1, 1], [1] * x.dim(), 2
@@ -282,27 +276,16 @@ class Norm(NamedTuple):
 class Plan:
     """What an update needs besides its tensors: everything that depends on shapes, strides, dtypes and numbers.
 
-    Args:
-        x, f: Stream and branch output.
-        dims: Axes over which one projection sums.
-        eps: Added to |x|^2.
-        a, b: Weights.
-        keep_branch: Whether autograd saves f even if a = 0 and b = 1.
-        norm: The norm of y, for contiguous tensors ``[..., C]``, ``dims = [-1]``, a = 0 and b = 1.
-
-    Attributes:
-        recover: Whether the backward pass recovers f from y, which requires a = 0 and b = 1.
-        case: What the test of the kernels depends on, see :func:`timm_ortho.update.backend.by_kernels`.
-        fails: Called with a :class:`KernelFailed`.
+    A norm of y requires contiguous tensors ``[..., C]``, ``dims = [-1]``, a = 0 and b = 1.
     """
 
-    fails: Any
+    fails: Any  # called with a KernelFailed
     in_cpp = False  # whether timm_ortho.update.node has the plan
 
     def __init__(self, x: Tensor, f: Tensor, dims: Sequence[int], eps: float, a: float = 0.0, b: float = 1.0,
                  keep_branch: bool = False, norm: Optional[Norm] = None) -> None:
         self.dims, self.eps, self.a, self.b, self.norm = list(dims), eps, float(a), float(b), norm
-        self.recover = not keep_branch and a == 0.0 and b == 1.0
+        self.recover = not keep_branch and a == 0.0 and b == 1.0  # whether the backward pass recovers f from y
         self.strides, self.device = x.stride(), x.device
         self.stream_dtype, self.branch_dtype, self.dtype = x.dtype, f.dtype, torch.promote_types(x.dtype, f.dtype)
         outer, width, inner, sums = view_of(x, f, dims)  # type: ignore[misc]
@@ -336,7 +319,7 @@ class Plan:
         forward = *weights, eps, norm.eps if norm else 0.0, *self.constants, centered
         self.forward = {keep: Launch(update_kernel, self.programs, self.warps, forward, x.device)
                         for keep in (False, True)}
-        self.case: Tuple[Any, ...] = (x.device, x.dtype, f.dtype, self.kind)
+        self.case: Tuple[Any, ...] = (x.device, x.dtype, f.dtype, self.kind)  # plans of a case share one test
         if norm is None:
             self.backward_launch = Launch(gradients_kernel, self.programs, self.warps,
                                           (*weights, *self.constants, self.recover), x.device)
@@ -362,8 +345,7 @@ class Plan:
             outputs, _ = self.update(x, f, w, c, keep=False)
         return outputs[0] if self.norm is None else outputs[:2]
 
-    def update(self, x: Tensor, f: Tensor, w: Optional[Tensor] = None, c: Optional[Tensor] = None, keep: bool = True,
-               ) -> Tuple[Any, Any]:
+    def update(self, x: Tensor, f: Tensor, w: Any = None, c: Any = None, keep: bool = True) -> Tuple[Any, Any]:
         """Return the outputs of the autograd function, ``(y, s)`` or ``(y, h, s)``, and the tensors to save.
 
         Unless ``keep``, s is None.
@@ -409,7 +391,8 @@ class Plan:
     def gradients(self, saved: Any, grads: Any) -> Tuple[Optional[Tensor], ...]:
         """Return dL/dx, dL/df, dL/dw, dL/dc and None, by kernels."""
         x, kept, s, n, *w = saved
-        upstream = [self.placed(g) for g in grads[:-1]]
+        upstream = [g if g.stride() == self.strides else torch.empty_strided(
+            g.shape, self.strides, dtype=g.dtype, device=g.device).copy_(g) for g in grads[:-1]]
         grad_x, grad_f = torch.empty_like(x), torch.empty_like(x, dtype=self.branch_dtype)
         parts = None if self.parts is None else torch.empty(**self.parts)
         if self.kind == "long":
@@ -420,11 +403,6 @@ class Plan:
         grad_w, grad_c = parts.sum(1).unbind()  # to iterate over a tensor takes twice as long
         *_, weight, bias = self.norm
         return grad_x, grad_f, in_dtype(grad_w, weight), None if bias is None else in_dtype(grad_c, bias), None
-
-    def placed(self, g: Tensor) -> Tensor:
-        """Return a gradient with the strides of the stream."""
-        return g if g.stride() == self.strides else torch.empty_strided(
-            g.shape, self.strides, dtype=g.dtype, device=g.device).copy_(g)
 
     # ------------------------------------------------------- by torch: unusual backward passes, and the kernels' test
     def by_torch(self, x: Tensor, f: Tensor, w: Any = None, c: Any = None) -> Sequence[Tensor]:
@@ -453,8 +431,8 @@ class Plan:
         return *(None if t is None else next(found) for t in inputs), None
 
     @torch.inference_mode(False)  # the first call may be in inference mode, where autograd cannot record
-    def problem(self) -> str:
-        """Compare kernels with torch, forward and backward, on a few projections, and return the problem or ""."""
+    def test(self) -> None:
+        """Compare kernels with torch, forward and backward, on a few projections; raise KernelFailed if they differ."""
         outer, width, inner = self.view
         size, dtypes = (min(outer, 5), width, inner), [self.stream_dtype, self.branch_dtype]
         norm = self.norm
@@ -474,7 +452,8 @@ class Plan:
                 if result is not None:
                     allowed = (4 * torch.finfo(result.dtype).eps + 1e-4) * value.abs().max().float().clamp(min=1e-30)
                     worst = max(worst, ((result - value).abs().max() / allowed).nan_to_num(math.inf).item())
-        return "" if worst <= 1.0 else f"are inaccurate: the error is {worst:.2g} times the tolerance"
+        if worst > 1.0:
+            raise KernelFailed(f"are inaccurate: the error is {worst:.2g} times the tolerance")
 
 
 def waves(size: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
@@ -487,7 +466,6 @@ def make_plan(
         x: Tensor, f: Tensor, norm: Any, dims: Any, eps: float, a: float, b: float, keep_branch: bool,
 ) -> Optional[Plan]:
     """Return the plan of an update, and of the norm after it if any, or None if there are no kernels for them."""
-    dims = check_tensors(x, f, dims)
     if view_of(x, f, dims) is None:
         return None
     if norm is None:
@@ -495,8 +473,7 @@ def make_plan(
     parameters = [own_parameters(norm).get(name) for name in ("weight", "bias")]
     weight, bias = (p if p is None else p.dtype for p in parameters)
     if not (norm.eps is not None and norm.normalized_shape == x.shape[-1:] and 1 < x.shape[-1] <= LONGEST_NORM
-            and x.is_contiguous() and {weight, bias} <= {*DTYPES, None}
-            and {*map(type, parameters)} <= {nn.Parameter, type(None)} and (bias is None or weight is not None)):
+            and x.is_contiguous() and {weight, bias} <= {*DTYPES, None} and (bias is None or weight is not None)):
         return None
     with torch.no_grad():  # the norm itself decides on the dtype of its result
         dtype = norm(x.new_empty((0, x.shape[-1]), dtype=torch.promote_types(x.dtype, f.dtype))).dtype
