@@ -152,7 +152,7 @@ class Connection(nn.Module):
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
-    """Return which tokens are real and not padding: those to which the mask lets any token attend.
+    """Return which tokens are real and not padding. A token is real if the mask lets at least one token attend to it.
 
     Args:
         attn_mask: Mask of self-attention as in ``scaled_dot_product_attention``, ``[N or 1, N]``,
@@ -452,7 +452,8 @@ class GlobalConnection(FeatureConnection):
     Padding is excluded from the projection, and the output at padding is zero.
 
     Args:
-        dim, eps, prob, keep: See :class:`FeatureConnection`.
+        dim: Channel axis, which only measurements read.
+        eps, prob, keep: See :class:`FeatureConnection`.
 
     Example:
         >>> x, f = torch.ones(1, 2, 2), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])

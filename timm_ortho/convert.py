@@ -91,9 +91,9 @@ def connect(
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
     do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. They are float32 unless
-    all parameters of the model have the same dtype, float16, bfloat16 or float64. Each call makes new parameters, which
-    must be added to an existing optimizer, and whose names ``model.no_weight_decay()`` includes. Connect with
-    ``hybrid`` before you wrap the model in DistributedDataParallel or call ``fully_shard``, which fix the parameters.
+    all parameters of the model have the same dtype, float16, bfloat16 or float64. Each call makes new parameters: add
+    them to an existing optimizer. ``model.no_weight_decay()`` includes their names. Connect with ``hybrid`` before you
+    wrap the model in DistributedDataParallel or call ``fully_shard``, which fix the parameters.
 
     Args:
         model: Any module that contains supported blocks, with or without adapters such as LoRA. A block is supported if
@@ -123,8 +123,8 @@ def connect(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: A value is invalid, the connection projects over all tokens (``global``) and a block is causal or
-            part of a language model, or a block has another attribute with the name of a connection.
+        ValueError: A value is invalid; the connection projects over all tokens (``global``), and a block is causal or
+            part of a language model; or a block already has an attribute with the name of a connection.
         UnsupportedModelError: The model has no supported blocks, it has unsupported residual blocks or scripted
             modules, or the class or parameters of a block cannot change, as in a sharded model.
         timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.

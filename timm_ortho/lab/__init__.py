@@ -10,6 +10,7 @@
 | `folder` | reads and writes the files of a run |
 | `train_options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
+| `device_images`, `augmentation` | keep the images on the device, and augment whole batches there |
 | `paper` | contains the papers' numbers |
 | `representation` | compares the features of two models |
 | `rewrites` | rewrites a network with skip transforms as an equivalent network |
@@ -81,7 +82,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise an error of the block, which writes a file, as a LabError in one line."""
+    """Convert an error of the block, which writes a file, to a LabError in one line."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -43,8 +43,8 @@ def is_here(options: Namespace) -> bool:
 def find_splits(options: Namespace, hold_out: int = 0) -> str:
     """Check that both splits have a folder, and return the name of the validation split.
 
-    The name is the option `val_split`, with one exception. If this option has its default `validation`, and neither
-    `validation` nor `val` is a folder, the folder `test` is used.
+    The name is the option `val_split`, with one exception. If this option has its default `validation`, and there
+    is no validation folder, the folder `test` is used.
 
     Args:
         options: timm's options.

@@ -110,9 +110,10 @@ def absorb(model: ModelT) -> ModelT:
         A new model with the same outputs. Its intermediate features are in the new basis.
 
     Raises:
-        SkipRewriteError: The model has no connections, is neither a VisionTransformer nor a ResNetV2, or has a skip
-            that is not orthogonal; or a change of basis may change the result, because connections have groups or are
-            not from this package, or because a block may normalise, gate or activate its stream.
+        SkipRewriteError: The model has no connections, is neither a VisionTransformer nor a ResNetV2 (as Wang et al.'s
+            networks are), or has a skip that is not orthogonal; or a change of basis may change the result, because
+            connections have groups or are not from this package, or because a block may normalise, gate or activate its
+            stream.
 
     Example:
         >>> import timm

@@ -2,13 +2,13 @@
 
 | backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
-| ``torch`` | the operations of :mod:`timm_ortho.update.formula` | on the CPU |
-| ``triton`` | the kernels of :mod:`timm_ortho.update.kernels` | on CUDA, if the kernels pass a test |
+| ``torch`` | operations of :mod:`timm_ortho.update.formula` | on the CPU; under ``torch.compile``; in dispatch modes |
+| ``triton`` | kernels of :mod:`timm_ortho.update.kernels` | on CUDA, if the kernels pass a test |
 
-The kernels can also compute the update together with the norm that follows it (:mod:`timm_ortho.update.norm`). Tensors
-for which there are no kernels are computed by torch, with either backend: tensors in float64 or with gaps in memory,
-and weights that are tensors. So are tensors under ``torch.compile`` and inside a dispatch mode of torch, such as a FLOP
-counter. A compiler can then fuse the operations with neighbouring operations, and a dispatch mode can record them.
+The kernels can also compute the update together with the norm that follows it (:mod:`timm_ortho.update.norm`). With
+either backend, torch computes the cases for which there are no kernels: tensors in float64 or with gaps in memory, and
+weights that are tensors. It also computes everything under ``torch.compile``, so that the compiler can fuse operations,
+and inside a dispatch mode of torch, such as a FLOP counter, which records them.
 """
 import importlib.util
 import os
