@@ -66,7 +66,7 @@ else
 fi
 
 failed=() summary=() module=(-m timm_ortho)
-with_tile="from timm_ortho import cli; from timm_ortho.update import kernels; kernels.TILE = 2048; exit(cli.main())"
+with_tile="from timm_ortho import cli; from timm_ortho.update import plan as planning; planning.TILE = 2048; exit(cli.main())"
 
 note() {  # TEXT: keep a line for the end
     summary+=("$1")

@@ -30,13 +30,13 @@ from torch import nn
 
 from timm_ortho import FeatureConnection
 from timm_ortho.functional import use_backend
-from timm_ortho.update import backend, kernels
+from timm_ortho.update import backend, plan as planning
 
 WIDTH = 384
 RELATIVE_TO = {"connection": "add", "connection with norm": "add, norm"}
 
 
-class NoLaunch(kernels.Launch):
+class NoLaunch(planning.Launch):
     """A launch that reads the addresses and starts no kernel."""
 
     def __call__(self, *tensors: Optional[torch.Tensor]) -> None:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] = ()) -> Dict[str, float]:
     parser.add_argument("--repeats", type=int, default=30, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls in each repetition (default: %(default)s)")
     options = parser.parse_args(arguments or None)
-    with patch.object(kernels, "Launch", NoLaunch), patch.dict(backend.plans, clear=True):
+    with patch.object(planning, "Launch", NoLaunch), patch.dict(backend.plans, clear=True):
         times = measure(options.repeats, options.calls)
     ratios = {}
     print(f"{'forward and backward of':24}{'us':>8}{'ratio':>8}")

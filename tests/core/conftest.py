@@ -3,7 +3,7 @@ import functools
 from collections import Counter
 
 import pytest
-from helpers.kernel_cases import kernels
+from helpers.kernel_cases import planning
 
 from timm_ortho import connections, functional
 from timm_ortho.functional import use_backend
@@ -49,7 +49,7 @@ def calls(monkeypatch):
             return call(*args, **kwargs)
         return wrapper
 
-    if kernels is not None:
+    if planning is not None:
         for name in ("update", "gradients"):
-            monkeypatch.setattr(kernels.Plan, name, counted(name, getattr(kernels.Plan, name)))
+            monkeypatch.setattr(planning.Plan, name, counted(name, getattr(planning.Plan, name)))
     return counts

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.kernel_cases import kernels, needs_triton
+from helpers.kernel_cases import needs_triton, planning
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -144,14 +144,14 @@ def auto(auto_is_triton):
 
 def sabotaged(monkeypatch, spoil, plan=None):
     """Let ``spoil`` change the results of the forward kernel. Return the shapes of its calls."""
-    calls, original = [], (plan or kernels.Plan).update
+    calls, original = [], (plan or planning.Plan).update
 
     def update(plan, x, *args, **kwargs):
         calls.append(tuple(x.shape))
         (y, *rest), saved = original(plan, x, *args, **kwargs)
         return (spoil(y), *rest), saved
 
-    monkeypatch.setattr(plan or kernels.Plan, "update", update)
+    monkeypatch.setattr(plan or planning.Plan, "update", update)
     return calls
 
 
@@ -225,7 +225,7 @@ def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch, failing
     if tested:
         auto(x, f, g)
         backends.plans.clear()
-    monkeypatch.setattr(kernels, failing, Broken(OSError("Failed to find C compiler")))
+    monkeypatch.setattr(planning, failing, Broken(OSError("Failed to find C compiler")))
     with pytest.warns(RuntimeWarning, match=r"could not be launched \(OSError: Failed to find C compiler\)"):
         torch.testing.assert_close(auto(x, f, g), expected)
     assert all(map(torch.equal, auto(x, f, g), expected))
@@ -247,7 +247,7 @@ class Broken:
 
 @needs_triton
 def test_an_out_of_memory_error_of_a_kernel_is_raised(auto, monkeypatch):
-    monkeypatch.setattr(kernels, "update_kernel", Broken(torch.cuda.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(planning, "update_kernel", Broken(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         auto(*tensors())
 

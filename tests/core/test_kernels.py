@@ -14,10 +14,10 @@ from helpers.kernel_cases import (
     LAYOUTS,
     SINGLE,
     both,
-    kernels,
     layouts,
     needs_triton,
     nhwc,
+    planning,
     tensors,
     weight,
 )
@@ -37,8 +37,8 @@ def test_linear_weights_are_plain_addition_bit_for_bit(backend):
 
 
 def plan_of(x, f, dims, **arguments):
-    assert kernels.view_of(x, f, dims) is not None
-    return kernels.Plan(x, f, dims, EPS, **arguments)
+    assert planning.view_of(x, f, dims) is not None
+    return planning.Plan(x, f, dims, EPS, **arguments)
 
 
 @needs_triton
@@ -48,7 +48,7 @@ def test_pieces_cover_a_row(width):
     _, pieces, piece_width, *_ = plan.sums_launch.constants
     assert plan.sums_launch.programs == 3 * pieces
     assert (pieces - 1) * piece_width < width <= pieces * piece_width
-    assert pieces <= plan.constants[-1] <= kernels.MOST_PIECES
+    assert pieces <= plan.constants[-1] <= planning.MOST_PIECES
 
 
 @needs_triton
@@ -56,7 +56,7 @@ def test_offsets_in_a_sample_fit_32_bits():
     """The kernels add 32-bit offsets to the 64-bit offset of a program's first element."""
     for inner, expected in ((2**20 - 1, True), (2**20, False)):
         x = torch.empty(2, 2048, inner, device="meta")
-        assert (kernels.view_of(x, x, [1]) is not None) is expected
+        assert (planning.view_of(x, x, [1]) is not None) is expected
 
 
 # ------------------------------------------------------------------------------------------------ determinism

@@ -8,7 +8,7 @@ import functools
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import BRAIN, DEVICE, EPS, SINGLE, kernels, needs_triton, tensors
+from helpers.kernel_cases import BRAIN, DEVICE, EPS, SINGLE, needs_triton, planning, tensors
 from helpers.norm_cases import in_one_step, in_two_steps, made
 from timm.layers import LayerNorm
 from torch import nn
@@ -268,7 +268,7 @@ def test_a_norm_that_amplifies_rounding_gives_no_warning():
 
 @pytest.mark.parametrize(("wrong", "result"), [("update", 0), ("update", 1), *(("gradients", i) for i in (0, 1, 2, 3))])
 def test_wrong_kernels_of_the_norm_are_replaced_with_a_warning(wrong, result, monkeypatch):
-    original = getattr(kernels.Plan, wrong)
+    original = getattr(planning.Plan, wrong)
 
     def spoiled(*args, **kwargs):
         results = original(*args, **kwargs)
@@ -276,7 +276,7 @@ def test_wrong_kernels_of_the_norm_are_replaced_with_a_warning(wrong, result, mo
         changed[result] = 1.01 * changed[result]
         return (tuple(changed), results[1]) if wrong == "update" else tuple(changed)
 
-    monkeypatch.setattr(kernels.Plan, wrong, spoiled)
+    monkeypatch.setattr(planning.Plan, wrong, spoiled)
     x, f, _ = tensors((3, 5, 20))
     norm = made("LayerNorm", 20)
     with pytest.warns(RuntimeWarning, match=r"Triton kernels \(.* rows norm .*are inaccurate"):

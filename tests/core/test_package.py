@@ -68,7 +68,7 @@ model(torch.randn(2, 3, 32, 32)).square().mean().backward()
 optimizer.step()
 assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), weights))
 assert timm_ortho.functional.choose_backend(torch.ones(1), torch.ones(1)) == "torch"
-assert not {"timm_ortho.update.kernels", "matplotlib", "sklearn", "transformers"} & set(sys.modules)
+assert not {"timm_ortho.update.plan", "matplotlib", "sklearn", "transformers"} & set(sys.modules)
 """
 
 

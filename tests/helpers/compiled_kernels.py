@@ -3,7 +3,7 @@
     python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
 Triton derives a kernel's signature from the arguments of a launch. This script builds the same signatures from
-the plans of :mod:`timm_ortho.update.kernels`.
+the plans of :mod:`timm_ortho.update.plan`.
 """
 import json
 import re
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from timm_ortho.update import kernels
+from timm_ortho.update import plan as planning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -102,7 +102,7 @@ def launches(size, keep_branch):
     """Yield a name, a launch and its pointers for each kernel of a forward and a backward pass."""
     *view, dtype = SIZES[size]
     x = torch.empty(view, dtype=DTYPES[dtype], device="meta")
-    plan = kernels.Plan(x, x, [1], 1e-6, keep_branch=keep_branch)
+    plan = planning.Plan(x, x, [1], 1e-6, keep_branch=keep_branch)
     sums, parts = ["fp32", "fp32"], "fp32" if plan.kind == "long" else None
     yield "forward", plan.forward[True], [dtype, dtype, None, None, dtype, *sums, None, parts]
     yield "backward", plan.backward_launch, [dtype, dtype, dtype, *sums, dtype, dtype, parts]
@@ -110,8 +110,8 @@ def launches(size, keep_branch):
         yield "sums", plan.sums_launch, [dtype, dtype, parts]
     if size in NORMED and not keep_branch:
         x = x[..., 0]
-        norm = kernels.Norm(1e-6, True, x.dtype, torch.float32, torch.float32)
-        plan = kernels.Plan(x, x, [-1], 1e-6, norm=norm)
+        norm = planning.Norm(1e-6, True, x.dtype, torch.float32, torch.float32)
+        plan = planning.Plan(x, x, [-1], 1e-6, norm=norm)
         yield "norm forward", plan.forward[True], [dtype, dtype, *sums, dtype, *sums, dtype, None]
         yield "norm backward", plan.backward_launch, [dtype] * 4 + [*sums, "fp32", dtype, dtype, "fp32"]
 

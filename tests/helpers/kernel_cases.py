@@ -13,7 +13,7 @@ EPS = 1e-2  # so large that tests fail if an implementation omits eps
 why_not = backends.why_not_triton(DEVICE)
 needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 both = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-kernels = importlib.import_module("timm_ortho.update.kernels") if backends.TRITON_IS_INSTALLED else None
+planning = importlib.import_module("timm_ortho.update.plan") if backends.TRITON_IS_INSTALLED else None
 
 
 def tensors(shape, dtypes=(SINGLE, SINGLE), seed=0):

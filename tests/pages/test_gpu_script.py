@@ -52,7 +52,7 @@ def test_all_parts(script, tmp_path):
     summary = (tmp_path / "out" / "summary.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in summary] == [
         "tests", "fuzz", "eager", "node", "operator", "tiles", "compiled"]
-    assert any(call.startswith("-c ") and "kernels.TILE = 2048" in call and "bench" in call for call in calls)
+    assert any(call.startswith("-c ") and "planning.TILE = 2048" in call and "bench" in call for call in calls)
 
 
 @pytest.mark.parametrize(("fails", "name"), [

@@ -110,7 +110,7 @@ def choose_backend(
     name = requested_kernels(x, backend) if is_eager(x, f) else None
     if name is None or not can_run(name, x):
         return "torch"
-    from .kernels import make_plan
+    from .plan import make_plan
 
     plan = make_plan(x, f, None, check_tensors(x, f, listed_axes(dim)), 1e-6, 0.0, 1.0, False)
     return "triton" if plan and (name != "auto" or _passed.get(plan.case, True)) else "torch"
@@ -206,7 +206,7 @@ def _add_plan(key: Tuple[Any, ...], name: str, update: Update, x: Tensor, f: Ten
     """Make the plan of a case, and test it. Return False if torch computes the case."""
     plan: Any = None
     if can_run(name, x):
-        from .kernels import make_plan  # Triton is optional and slow to import
+        from .plan import make_plan  # Triton is optional and slow to import
 
         plan = make_plan(x, f, norm, *update)
 

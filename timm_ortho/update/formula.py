@@ -25,7 +25,7 @@ Differences from the authors' code:
   * For convolutions their code silently uses Algorithm 1 when Algorithm 2 is requested. Here Algorithm 2 also works for
     convolutions.
 
-:func:`formula` and :func:`gradients` are the backend ``torch``. :class:`timm_ortho.update.kernels.Plan` has the Triton
+:func:`formula` and :func:`gradients` are the backend ``torch``. :class:`timm_ortho.update.plan.Plan` has the Triton
 counterparts, and :mod:`timm_ortho.update.backend` chooses one of the backends.
 """
 from typing import List, Optional, Tuple, Union

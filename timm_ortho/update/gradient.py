@@ -56,7 +56,7 @@ class KernelFailed(RuntimeError):
 
 
 class KernelUpdate(torch.autograd.Function):
-    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`.
+    """The update by the kernels of a :class:`timm_ortho.update.plan.Plan`.
 
     The norm after it, if any, has the weight w and the bias c. Without a norm, it saves as many tensors as
     :class:`TorchUpdate`, with the same shapes, so a checkpointed block can be recomputed with another backend.

@@ -72,7 +72,7 @@ static int autocast_dtype(c10::DeviceType type) {
 
 static uintptr_t address(const Tensor& t) { return t.defined() ? reinterpret_cast<uintptr_t>(t.data_ptr()) : 0; }
 
-// A plan of kernels.py. The sums s and n and the moments of the norm, which follow n, share a tensor: `projections`
+// A plan of plan.py. The sums s and n and the moments of the norm, which follow n, share a tensor: `projections`
 // numbers each.
 struct Plan {
   py::object python;

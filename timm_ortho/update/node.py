@@ -45,7 +45,7 @@ def call(case: Tuple[Any, ...], x: Tensor, f: Tensor, w: Optional[Tensor] = None
 
 
 def add(case: Tuple[Any, ...], plan: Any, *tensors: Optional[Tensor]) -> None:
-    """Let :func:`call` use a :class:`timm_ortho.update.kernels.Plan` for tensors like these."""
+    """Let :func:`call` use a :class:`timm_ortho.update.plan.Plan` for tensors like these."""
     global _count
     plan.in_cpp = True
     module = extension() if plan.kind != "long" and _count < MOST_NODES else None
