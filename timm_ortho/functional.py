@@ -21,7 +21,7 @@ from ._compat import (
 )
 from .update.backend import BACKENDS, NORMS, by_kernels, choose_backend, requested_kernels, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, without_padding
-from .update.gradient import TorchUpdate, are
+from .update.gradient import TorchUpdate, weights_equal
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
@@ -135,7 +135,7 @@ def checked_update(
     if mask is not None:
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
-    if are(a, b, 1.0, 1.0):
+    if weights_equal(a, b, 1.0, 1.0):
         return x + f
     learned = isinstance(a, Tensor) or isinstance(b, Tensor)
     name = None if learned or torch.compiler.is_compiling() else requested_kernels(x, backend)

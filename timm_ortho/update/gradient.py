@@ -22,7 +22,7 @@ class TorchUpdate(torch.autograd.Function):
     def forward(ctx, x, f, a, b, dims, eps, keep_branch):
         y, xf, n = formula.formula(x, f, a, b, dims, eps, reuse=formula.is_large(x) and is_eager(x, f))
         s = xf / n
-        ctx.recover = not keep_branch and are(a, b, 0.0, 1.0)
+        ctx.recover = not keep_branch and weights_equal(a, b, 0.0, 1.0)
         a_tensor, ctx.a = (a, None) if isinstance(a, Tensor) else (None, a)
         b_tensor, ctx.b = (b, None) if isinstance(b, Tensor) else (None, b)
         ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
@@ -75,6 +75,6 @@ class KernelUpdate(torch.autograd.Function):
         return ctx.plan.backward(ctx.saved_tensors, grads)
 
 
-def are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
+def weights_equal(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
     """Return whether both weights are numbers with these values. Comparing a tensor would synchronise its device."""
     return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
