@@ -112,7 +112,8 @@ def _add_compare(commands: Any) -> None:
     add("--weights", metavar="FILE", help="file of weights to start from, with a new classifier (default: random)")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="connections to compare (default: linear feature global)")
-    add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or several seeds: 0 4 7")
+    add("--seeds", nargs="+", default=["3"], metavar="N",
+        help="number of seeds (default: 3), or several seeds: 0 4 7 (one: 7,)")
     add("--epochs", type=int, metavar="N", help="default: the recipe's")
     add("--batch-size", "-b", type=int, metavar="N", help="images per update of the weights (default: the recipe's)")
     add("--img-size", type=int, metavar="N", help="height and width in pixels (default: the recipe's or the model's)")
@@ -186,7 +187,7 @@ def _study_options() -> argparse.ArgumentParser:
              "of its recipe; if neither has one, '' with --data-dir, otherwise digits)")
     add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N",
-        help="number of seeds (default: depends on --scale), or several seeds: 0 4 7")
+        help="number of seeds (default: depends on --scale), or several seeds: 0 4 7 (one: 7,)")
     add("--only", action="append", default=[], type=lambda text: text.partition("=")[::2],
         metavar="AXIS=VALUE[,VALUE]",
         help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
