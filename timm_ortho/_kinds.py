@@ -5,10 +5,10 @@ A kind describes the values that are allowed. It is a :class:`Plain`, or it cont
 | kind | allowed values |
 | --- | --- |
 | `[kind]` | a list of values of this kind |
-| `{key: kind, ...: kind}` | a mapping with these kinds of values. The key `...` has the kind of all other values |
-| `(kind, kind)` | a value of one of these kinds. If `NULL` is one of them, a key may also be missing |
+| `{key: kind, ...: kind}` | a mapping with these kinds of values. The key `...` has the kind of all other texts |
+| `{ANY: kind}` | a mapping with values of this kind. The keys need not be texts |
+| `(kind, kind)` | a value of one of these kinds. If `MISSING` is one of them, a key may be missing |
 """
-import math
 from collections import abc
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Union, get_args, get_origin
@@ -24,15 +24,24 @@ class Plain:
     fits: Callable[[Any], bool]
 
 
+def _range(name: str, low: float, high: float, *types: type) -> Plain:
+    return Plain(name, lambda value: type(value) in types and low <= value <= high and (
+        type(value) is float or abs(value) <= 2**53))  # NumPy makes objects of larger whole numbers
+
+
+_LARGEST = 1e100  # float64 can represent squares of such numbers, and their sums; NaN is not allowed either
+NUMBER = _range("a number from -1e100 to 1e100", -_LARGEST, _LARGEST, int, float)
+NOT_NEGATIVE = _range("a number from 0 to 1e100", 0, _LARGEST, int, float)
+PERCENT = _range("a number from 0 to 100", 0, 100, int, float)
+COUNT = _range("a whole number of at least 0, and at most 2**53", 0, 2**53, int)
+SIZE = _range("a whole number of at least 1, and at most 2**53", 1, 2**53, int)
 ANY = Plain("anything", lambda value: True)
 NULL = Plain("null", lambda value: value is None)
-SINGLE = Plain("text, a number, true, false or null", lambda value: isinstance(value, (str, int, float, type(None))))
+MISSING = Plain("missing", lambda value: False)
+SINGLE = Plain(f"text, {NUMBER.must}, true, false or null",
+               lambda value: value is None or isinstance(value, (str, bool)) or NUMBER.fits(value))
 TEXT = Plain("text", lambda value: isinstance(value, str))
 FLAG = Plain("true or false", lambda value: isinstance(value, bool))
-COUNT = Plain("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
-SIZE = Plain("a whole number of at least 1", lambda value: type(value) is int and value >= 1)
-NUMBER = Plain("a number", lambda value: math.isfinite(value) if type(value) is float
-               else type(value) is int and abs(value) <= 2**53)  # NumPy makes objects of larger whole numbers
 
 _OF_HINTS = {Any: ANY, type(None): NULL, str: TEXT, bool: FLAG, int: SIZE}
 
@@ -44,19 +53,16 @@ def one_of(*names: str) -> Plain:
 
 def optional(keys: str, kind: Any) -> dict[str, Any]:
     """Return the kinds of keys that may be missing or null. ``keys`` are separated by spaces."""
-    return dict.fromkeys(keys.split(), (kind, NULL))
+    return dict.fromkeys(keys.split(), (kind, NULL, MISSING))
 
 
 def kind_of(hint: Any) -> Any:
-    """Return the kind of a type hint, such as `Mapping[str, Optional[bool]]`. An `int` must be at least 1.
-
-    The keys of mappings are not checked.
-    """
+    """Return the kind of a type hint, such as `Mapping[str, Optional[bool]]`. An `int` must be at least 1."""
     inner = [kind_of(each) for each in get_args(hint)]
     if get_origin(hint) is Union:
         return tuple(inner)
     if get_origin(hint) is abc.Mapping:
-        return {...: inner[1]}
+        return {... if inner[0] is TEXT else ANY: inner[1]}
     return inner if get_origin(hint) is abc.Sequence else _OF_HINTS[hint]
 
 
@@ -72,7 +78,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         if isinstance(each, dict) and isinstance(value, dict):
             _check_items(value, each, name)
             return value
-    musts = " or ".join(_must(each) for each in _alternatives(kind) if each != NULL)
+    musts = " or ".join(_must(each) for each in _alternatives(kind) if each not in (NULL, MISSING))
     raise _error(name, f"is {value!r:.60}, but must be {musts}")
 
 
@@ -87,12 +93,16 @@ def _alternatives(kind: Any) -> tuple:
 
 
 def _check_items(values: Mapping[Any, Any], kinds: Mapping[Any, Any], name: str) -> None:
-    wrong = [key for key in values if key not in kinds and ... not in kinds]
-    wrong += [key for key in kinds if key not in (*values, ...) and NULL not in _alternatives(kinds[key])]
+    other = kinds.get(..., kinds.get(ANY))
+    for key in values if ANY not in kinds else ():
+        if not isinstance(key, str):  # YAML reads `on:` as true, and `1:` as a number
+            raise _error(name, f"has the key {key!r:.60}, but a key must be text: write it in quotes")
+    wrong = [key for key in values if key not in kinds and other is None]
+    wrong += [key for key in kinds if key not in (*values, ..., ANY) and MISSING not in _alternatives(kinds[key])]
     if wrong:
         raise _error(name, f"has an unknown key, or lacks one: {wrong[0]!r:.60}")
     for key, item in values.items():
-        checked(item, kinds.get(key, kinds.get(...)), f"{name}.{key}")
+        checked(item, kinds.get(key, other), f"{name}.{key}")
 
 
 def _error(name: str, problem: str) -> UserError:

@@ -4,7 +4,8 @@ import difflib
 import io
 import math
 import re
-from typing import Any, AnyStr, Iterable, List, Mapping, Optional, Sequence
+from itertools import islice
+from typing import Any, AnyStr, Dict, Iterable, List, Mapping, Optional, Sequence
 
 _OTHER_WORDS = {  # words from the papers and other libraries -> names of this package and of timm
     "orthogonal": "feature", "identity": "linear", "learning_rate": "lr", "image_size": "img_size", "optimizer": "opt",
@@ -120,6 +121,25 @@ def csv_text(rows: Sequence[Mapping[str, Any]], columns: Optional[Sequence[str]]
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+ROWS, COLUMNS = 2**18, 32  # the largest table of this project has 9,505 rows and 13 columns
+
+
+def csv_rows(text: str) -> List[Dict[Any, Any]]:
+    """Return the rows of CSV below its header, as texts by column. The column "" has the rest of a row that is longer.
+
+    Raises:
+        UserError: There are more than `ROWS` rows or `COLUMNS` columns, which fill the memory even if rows are short.
+        csv.Error: The text is not CSV.
+    """
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
+    if len(reader.fieldnames or ()) > COLUMNS:
+        raise UserError(f"it has more than {COLUMNS} columns")
+    rows = list(islice(reader, ROWS + 1))
+    if len(rows) > ROWS:
+        raise UserError(f"it has more than {ROWS:,} rows")
+    return rows
 
 
 def svg_text(figure: Any, salt: str) -> str:

@@ -39,8 +39,8 @@ import torch
 from torch import nn
 
 from ._images import data_config
-from ._kinds import ANY, COUNT, FLAG, NULL, NUMBER, SIZE, TEXT, Plain, checked, one_of, optional
-from ._text import CONSTRUCTOR_ERRORS, UserError, error_text, finite, whole_lines, without_nan
+from ._kinds import ANY, COUNT, FLAG, NULL, NUMBER, PERCENT, SIZE, TEXT, Plain, checked, one_of, optional
+from ._text import CONSTRUCTOR_ERRORS, UserError, csv_rows, error_text, finite, whole_lines, without_nan
 from ._yaml import YAMLError, load_written_yaml
 from .convert import is_variant_argument
 from .update import backend
@@ -64,16 +64,18 @@ class NoRunError(RunError):
 
 
 # --------------------------------------------------------------------------------------------- run.json
-_SESSION = {
+SESSION_KIND = {
     **optional("timm-ortho timm torch commit host cpu gpu driver command begin end job error", TEXT),
     **optional("pid", COUNT)}
 RESULT_KIND = {
     **optional("model connection device", TEXT), **optional("trainer", one_of("lab", "train.py")),
     **optional("seed parameters blocks width batch_size epochs best_epoch switch_epoch hold_out peak_memory", COUNT),
-    **optional("lr top1 top5 loss best_top1 images_per_second seconds", NUMBER),
+    **optional("top1 top5 best_top1", PERCENT), **optional("lr loss images_per_second seconds", NUMBER),
     **optional("representation", {...: (NUMBER, NULL)}), **optional("labels", [TEXT])}
+EPOCH_KIND: dict[Any, Any] = {  # a row of a history
+    "epoch": COUNT, **optional("eval_top1 eval_top5", PERCENT), ...: (NUMBER, NULL)}
 _ROW = {
-    "connection": TEXT, "baseline": TEXT, "seeds": [COUNT], "top1_mean": NUMBER, **optional("top1_std", NUMBER),
+    "connection": TEXT, "baseline": TEXT, "seeds": [COUNT], "top1_mean": PERCENT, **optional("top1_std", NUMBER),
     **optional("difference", {"mean": NUMBER, **optional("half_width", NUMBER), "pairs": COUNT})}
 _STAGE = {"folder": one_of(".", SWITCHED), "begins_with": one_of("", "weights", "checkpoint"),
           **optional("stop_epoch", COUNT)}
@@ -81,10 +83,10 @@ _RUN = {
     "plan": {"trainer": TEXT, **optional("record", COUNT), "representation": FLAG, "hold_out": COUNT, "gpus": COUNT,
              "nodes": COUNT, "stages": [_STAGE]},
     **optional("job", TEXT),
-    "sessions": [_SESSION],
+    "sessions": [SESSION_KIND],
     **optional("result", RESULT_KIND),
     **optional("comparison", {
-        **optional("split", TEXT), "top1": [{"seed": COUNT, "top1": NUMBER}], "rows": [_ROW]}),
+        **optional("split", TEXT), "top1": [{"seed": COUNT, "top1": PERCENT}], "rows": [_ROW]}),
 }
 
 
@@ -132,6 +134,8 @@ def read_run(folder: Path) -> Optional[RunFile]:
 
 
 def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+        raise ValueError("it is not a file")
     with open(path, "rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -222,21 +226,28 @@ def read_history(folder: Path, finished: bool = False) -> list[dict]:
     raises a UserError. Without a file, the list is empty.
     """
     path = folder / SUMMARY
-    history: list[dict] = []
     if not path.is_file():
         return []
     try:
         text = path.read_text(encoding="utf-8")
-        if finished and text != whole_lines(text):
-            raise UserError(f"{path} is incomplete, because its last line has no newline: copy it again or remove it")
-        rows = [row for row in csv.DictReader(whole_lines(text).splitlines()) if (row["epoch"] or "").isdecimal()]
-        for row in rows:
-            epoch = int(row["epoch"])
-            history = [earlier for earlier in history if earlier["epoch"] < epoch]
+        history = _epochs(whole_lines(text))
+    except (OSError, ValueError, KeyError, TypeError, csv.Error, UserError) as error:
+        text = error_text(error, named=not isinstance(error, UserError))
+        raise UserError(f"{path} is not a table of epochs ({text}): remove it") from None
+    if finished and text != whole_lines(text):
+        raise UserError(f"{path} is incomplete, because its last line has no newline: copy it again or remove it")
+    return history
+
+
+def _epochs(text: str) -> list[dict]:
+    history: list[dict] = []
+    for row in csv_rows(text):
+        if (row["epoch"] or "").isdecimal():
             metrics = {key: float(value) for key, value in row.items() if key and value}
-            history.append({**without_nan(metrics), "epoch": epoch})
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise UserError(f"{path} is not a table of epochs ({error_text(error, named=True)}): remove it") from None
+            values = checked({**without_nan(metrics), "epoch": int(row["epoch"])}, EPOCH_KIND, "row")
+            while history and history[-1]["epoch"] >= values["epoch"]:
+                history.pop()
+            history.append(values)
     return history
 
 

@@ -1,5 +1,6 @@
 """Test reading training runs from their folders."""
 import math
+import os
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from timm_ortho._text import UserError
 from timm_ortho._yaml import dump_yaml
 from timm_ortho.lab import commands as study
 from timm_ortho.lab.image_folder import class_names
-from timm_ortho.run_folder import CheckpointRun, RunError, read_history, run_model
+from timm_ortho.run_folder import CheckpointRun, RunError, read_history, read_options, run_model
 from timm_ortho.weights.files import load_checkpoint
 
 
@@ -61,12 +62,22 @@ def test_a_run_whose_model_timm_would_download(tmp_path):
         run_model(run)
 
 
-@pytest.mark.parametrize("content", ["epoch,eval_top1\n0,abc\n", "top1\n1.0\n", "epoch\n0\n\xff"])
+@pytest.mark.parametrize("content", [
+    "epoch,eval_top1\n0,abc\n", "top1\n1.0\n", "epoch\n0\n\xff", "epoch\n" + "9" * 400 + "\n",
+    "epoch,eval_top1\n0,101\n", "epoch,train_loss\n0,1e200\n", "epoch" + 32 * ",a" + "\n0\n",
+    "epoch\n" + (2**18 + 1) * "0\n"])
 def test_a_damaged_history_is_refused_in_one_line(tmp_path, content):
     folder = timm_run(tmp_path / "run", epochs=1)
     (folder / "summary.csv").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match=r"summary.csv is not a table of epochs \(\w+: .*\): remove it$"):
+    with pytest.raises(UserError, match=r"summary.csv is not a table of epochs \(.*\): remove it$"):
         CheckpointRun(folder)
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    """To open a pipe waits for a writer."""
+    os.mkfifo(tmp_path / "args.yaml")
+    with pytest.raises(RunError, match=r"args.yaml cannot be read \(it is not a file\)"):
+        read_options(tmp_path)
 
 
 def test_class_names():

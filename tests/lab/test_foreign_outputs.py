@@ -1,6 +1,7 @@
 """Test that outputs of another person name no paths to write, and that large files are refused in one line."""
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -13,12 +14,13 @@ from helpers.made_up_runs import run_of, study_of
 from helpers.tiny_study import compared, one_run, request, trained, unfinish, written
 
 from timm_ortho import cli
-from timm_ortho._text import UserError
+from timm_ortho._text import UserError, csv_text
 from timm_ortho.lab import LabError, commands as study
 from timm_ortho.lab.folder import Variant, read_study, state
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.lab.running import run
 
+SITE = {"layer": 0, "kind": "mlp", "name": "a", **dict.fromkeys(("stream", "parallel", "orthogonal", "cosine"), 1)}
 pytestmark = pytest.mark.usefixtures("undrawn")
 OUTSIDE = "../../victim/logo"
 
@@ -46,7 +48,7 @@ def test_names_of_a_published_study_are_not_paths(tmp_path):
 
 @pytest.mark.parametrize("place", ["../elsewhere/linear-seed0", "/elsewhere", ".."])
 def test_a_run_outside_of_the_study_is_refused(tmp_path, place, error_of):
-    values = {"settings": {}, "study": study_of("accuracy"), "left_out": [],
+    values = {"settings": {}, "study": study_of("accuracy", axes={}), "left_out": [],
               "places": [{"run": place, "cell": {}, "connection": "linear", "seed": 0}]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
     for command in ("report", "status"):
@@ -176,15 +178,22 @@ def test_own_files_have_no_aliases(tmp_path):
     ("study.yaml", {"places": None}, "it.places is None"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {}, "connection": "linear"}]}, "lacks one: 'seed'"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": []}, "connection": "linear", "seed": 0}]},
-     r"it.places\[0\].cell.x is \[\], but must be text, a number, true"),
+     r"it.places\[0\].cell.x is \[\], but must be text, a number from -1e100 to 1e100, true, false or null"),
     ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": date(2026, 1, 31)}, "connection": "linear",
                                 "seed": 0}]}, r"cell.x is datetime.date\(2026, 1, 31\), but must be text, a number"),
+    ("study.yaml", {"places": [{"run": "linear-seed0", "cell": {"x": 1}, "connection": "linear", "seed": 0}]},
+     "a run has the cell {'x': 1}, but must have one of the study's values for each axis"),
     ("study.yaml", {"study": {}}, "it.study has an unknown key, or lacks one: 'name'"),
     ("linear-seed0/args.yaml", {"model_kwargs": {}}, "lacks the option 'connection'"),
     ("linear-seed0/args.yaml", {"epochs": "many"}, "option 'epochs' is 'many', but must be a whole number"),
     ("linear-seed0/probe.jsonl", "{}\n", r"row\[0\] has an unknown key, or lacks one: 'epochs_done'"),
     ("linear-seed0/probe.jsonl", "[" * 200_000 + "\n", "RecursionError"),
-    ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'")])
+    ("linear-seed0/probe.jsonl", json.dumps({"epochs_done": 1, "sites": [{**SITE, "stream": -5}]}) + "\n",
+     r"row\[0\].sites\[0\].stream is -5, but must be a number from 0 to 1e100"),
+    ("linear-seed0/records.jsonl", '{"step": 0, "sites": []}\n', "unknown key, or lacks one: 'layer'"),
+    ("linear-seed0/records.jsonl", json.dumps({"step": 0, **SITE, "s": "a"}) + "\n", r"s is 'a', but must be a number"),
+    ("linear-seed0/records.jsonl", "".join(json.dumps({"step": 0, **SITE, "kind": f"a{i}"}) + "\n" for i in range(17)),
+     "it has 17 sites of 17 kinds, but at most 512 sites of 16 kinds are allowed")])
 def test_files_of_other_forms_are_refused_in_one_line(theirs, error_of, file, changes, reason):
     text = changes
     if isinstance(changes, dict):
@@ -194,16 +203,46 @@ def test_files_of_other_forms_are_refused_in_one_line(theirs, error_of, file, ch
     assert re.match(f"timm-ortho: error: {theirs / file} cannot be read \\(.*{reason}", error)
 
 
+@pytest.mark.parametrize(("file", "path", "value", "reason"), [
+    ("study.yaml", ["study", "data", "train"], 10**400, "must be a whole number of at least 0, and at most 2"),
+    ("study.yaml", ["study", "axes"], {True: [1]}, "it.study.axes has the key True, but a key must be text"),
+    ("study.yaml", ["study", "axes"], {"x": [math.inf]}, r"axes.x\[0\] is inf, but must be text, a number from"),
+    ("study.yaml", ["study", "versions"], {"timm": 1}, "it.study.versions.timm is 1, but must be text"),
+    ("linear-seed0/run.json", ["result", "peak_memory"], 10**400, "must be a whole number of at least 0, and"),
+    ("linear-seed0/run.json", ["result", "top1"], 101, "it.result.top1 is 101, but must be a number from 0 to 100"),
+    ("linear-seed0/run.json", ["result", "loss"], -1.7e308, "must be a number from -1e100 to 1e100")])
+def test_values_out_of_range_are_refused_in_one_line(theirs, error_of, file, path, value, reason):
+    values = inner = yaml.safe_load((theirs / file).read_text())
+    *parents, key = path
+    for parent in parents:
+        inner = inner[parent]
+    inner[key] = value
+    (theirs / file).write_text(json.dumps(values) if file.endswith("json") else yaml.safe_dump(values))
+    error = error_of("study", "report", theirs)
+    assert re.match(f"timm-ortho: error: {theirs / file} cannot be read \\(.*{reason}", error)
+
+
+def test_versions_of_a_study_may_be_null():
+    assert list(report.document(report.Part.of(study_of("mine", versions=None), [run_of("linear", 0)], [])))
+
+
 @pytest.mark.parametrize(("content", "reason"), [
     (gzip.compress(b"run,epoch\n" + 10_000 * b"0,0\n", mtime=0),
      "ValueError: it unpacks to more than 1,000 bytes"),
     (b"no gzip", "BadGzipFile: Not a gzipped file"),
     (gzip.compress(b"run,epoch\n0,0\n", mtime=0)[:-9], "EOFError: Compressed file ended before"),
     (gzip.compress(b"run,epoch\n0,\xff\n", mtime=0), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
-    (gzip.compress(b"epoch\n0\n", mtime=0), "KeyError: 'run'"),
-    (gzip.compress(b"run,epoch\n0,0,0\n", mtime=0), "TypeError: the JSON object must be str"),
+    (gzip.compress(b"epoch\n0\n", mtime=0), "row[0] has an unknown key, or lacks one: 'run'"),
+    (gzip.compress(b"run,epoch\n0,0,0\n", mtime=0), "row[0]. is ['0'], but must be a number"),
+    (gzip.compress(b"run,epoch\n" + 101 * b"0,0\n", mtime=0), "it has more than 100 rows"),
+    (gzip.compress(b"run,epoch" + 31 * b",a" + b"\n0,0\n", mtime=0), "it has more than 32 columns"),
+    *((gzip.compress(b"run,epoch\n0," + epoch + b"\n", mtime=0), f"row[0].epoch is {shown}, but must be a whole number")
+      for epoch, shown in ((b"abc", "'abc'"), (b"", "None"), (b"1e999", "inf"), (b"9" * 400, "9" * 60),
+                           (b"[" * 900, "'" + "[" * 59))),
+    (gzip.compress(b"run,epoch,eval_top1\n0,0,nan\n", mtime=0), "row[0].eval_top1 is nan, but must be a number from 0"),
 ])
 def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, content, reason):
+    monkeypatch.setattr("timm_ortho._text.ROWS", 100)
     values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
     published.write(tmp_path, values, runs)
     assert published.read(tmp_path)[1] == runs
@@ -213,12 +252,28 @@ def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, c
     assert f"{tmp_path / 'history.csv.gz'} cannot be read ({reason}" in error
 
 
+@pytest.mark.parametrize(("column", "value"), [("step", "[1]"), ("kind", "5"), ("stream", "-1"), ("rho", "1e101")])
+def test_a_table_of_records_has_the_kinds_of_records(tmp_path, error_of, column, value):
+    published.write(tmp_path, study_of("accuracy", axes={}), [run_of("linear", 0)])
+    row = {"run": 0, "step": 0, **SITE, column: value}
+    (tmp_path / "records.csv.gz").write_bytes(gzip.compress(csv_text([row]).encode()))
+    error = error_of("study", "report", tmp_path, "--output", tmp_path / "out")
+    assert f"{tmp_path / 'records.csv.gz'} cannot be read (row[0].{column} is " in error
+
+
 @pytest.mark.parametrize(("content", "reason"), [
     ("{", "JSONDecodeError: Expecting property name"),
     ('{"a": 1}', "it has an unknown key, or lacks one: 'a'"), ("[1]", "it is [1], but must be a mapping"),
     ('{"study": {}, "runs": [], "recorded": {}}', "it.study has an unknown key, or lacks one: 'name'"),
     (json.dumps({"study": study_of("accuracy"), "runs": [{**run_of("linear", 0), "top1": "high"}], "recorded": {}}),
      "it.runs[0].top1 is 'high', but must be a number"),
+    *((json.dumps({"study": study_of("accuracy", axes={}), "runs": [run_of("linear", 0, **run)], "recorded": recorded}),
+       reason) for run, recorded, reason in [
+          ({"made_with": {"begin": 5}}, {}, "it.runs[0].made_with.begin is 5, but must be text"),
+          ({"cell": {"x": 1}}, {}, "a run has the cell {'x': 1}, but must have one of the study's values for"),
+          ({}, {"transitions": 5}, "it.recorded.transitions is 5, but must be a list"),
+          ({}, {"transitions": [{}]}, "it.recorded.transitions[0] has an unknown key, or lacks one: 'layer'"),
+          ({}, {"last_branch": [{"first": "a", "highest": 1, "last": 1}]}, "first is 'a', but must be a number")]),
     (json.dumps({"study": study_of("accuracy", data={"classes": 0}), "runs": [], "recorded": {}}),
      "it.study.data has an unknown key, or lacks one: 'validation_split'"),
     ("[" * 200_000, "RecursionError")])

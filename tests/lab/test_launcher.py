@@ -8,9 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from helpers.made_up_runs import run_of
 from helpers.tiny_study import (
     BATCHES,
     STUDY,
@@ -110,10 +112,32 @@ def test_collected_results(tiny):
         collect.features_in(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature"))))
 
 
-def test_damaged_features(tmp_path):
-    (tmp_path / "features.npy").write_bytes(b"PK")
+@pytest.mark.parametrize("write", [
+    lambda path: path.write_bytes(b"PK"), lambda path: path.write_bytes(b""), os.mkfifo,
+    lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), lambda path: np.save(path, np.zeros((4, 2), "c8")),
+    lambda path: np.save(path, np.zeros((4, 2), "M8[s]")), lambda path: np.save(path, np.float32(3)),
+    lambda path: np.save(path, np.zeros(4)), lambda path: np.save(path, np.zeros((0, 4))),
+    lambda path: np.save(path, np.zeros((2, 2**14 + 1), "f2")),
+    *(lambda path, shape=shape: path.write_bytes(npy_header(shape)) for shape in ("1000, 1000", "True, 2", "3.5, 2"))])
+def test_damaged_features(tmp_path, write):
+    write(tmp_path / "features.npy")
     with pytest.raises(LabError, match=r"features.npy cannot be read \(.*: remove .* to train the run again"):
         collect.features_in(tmp_path)
+
+
+def npy_header(shape):
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({shape}), }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+def test_features_of_other_images(tmp_path):
+    folders = [tmp_path / "linear", tmp_path / "feature"]
+    for images, folder in enumerate(folders, 3):
+        folder.mkdir()
+        np.save(folder / "features.npy", np.eye(images, dtype="f2"))
+    runs = [run_of(folder.name, 0) for folder in folders]
+    with pytest.raises(LabError, match=r"feature/features.npy has features of 4 images, but .*/features.npy of 3"):
+        collect.add_cka(runs, folders, {"connection": "linear"})
 
 
 # -------------------------------------------------------------------------------------------------- status

@@ -114,6 +114,19 @@ def test_shades_are_drawn_where_they_do_not_overlap():
         assert (path.vertices[:, 0].min(), path.vertices[:, 0].max()) == (1, 2)
 
 
+def test_labels_are_not_formulas():
+    labels = {"titles": {"connection": r"cost in $ and \foo $"}, "plots": [{"points": {"x": "connection"}}]}
+    found = drawings(study_of("mine", report=labels), [run_of("linear", 0)])
+    assert r"cost in $ and \foo $" in next(picture.svg for picture in found if picture.name == "connection")
+
+
+@pytest.mark.parametrize("points", [False, True])
+def test_the_largest_numbers_of_files_are_drawn(points):
+    """A step may be the product of two counts, which exceeds 64 bits."""
+    panel = Panel("", {"a": ({"color": "k"}, [0, 2**106], [[-1e100, 1e100], [0.0, 1e100]])}, "step", points=points)
+    lines_chart([panel]).draw_without_rendering()
+
+
 def test_curves_of_runs_with_different_epochs_are_drawn_at_their_epochs():
     whole, part = (run_of("linear", seed, top1=90.0 + 2 * seed) for seed in (0, 1))  # epochs 1 to 3
     runs = [whole, {**part, "history": part["history"][1:2]}]

@@ -122,6 +122,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     ({"plots": [{"curves": {"column": "top1"}}]}, "report: plot 'curves': column accepts no entry 'top1'"),
     ({"plots": [{"points": {"x": "depth", "measures": ["top2"]}}]},
      "report: plot 'points': measures accepts no entry 'top2'"),
+    ({"plots": [{"points": {"x": "measure"}}]}, "plot 'points': x accepts no entry 'measure'"),
     (["rows"], r"report is \['rows'\], but must be a mapping"),
     ({"rows": "depth"}, "report: rows is 'depth', but must be a list"),
     ({"measures": "loss"}, "report: measures is 'loss', but must be a list"),
@@ -137,6 +138,11 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
 def test_bad_layouts(given, message):
     with pytest.raises(LabError, match=message):
         report.layout_of(study_of("mine", axes={"depth": [2]}, report=given))
+
+
+def test_an_axis_with_the_name_of_a_dimension():
+    with pytest.raises(LabError, match="an axis cannot have the name 'measure', which is a dimension of each report"):
+        report.layout_of(study_of("mine", axes={"measure": [2]}))
 
 
 def test_the_papers_protocol_and_the_last_epoch_are_both_shown(tmp_path):

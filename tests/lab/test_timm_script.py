@@ -156,6 +156,16 @@ def test_epochs_without_validation(unfinished, tmp_path):
     assert [(item["epochs"], len(item["history"])) for item in part.runs] == [(2, 1), (2, 1)]
 
 
+def test_a_manual_run_with_top1_alone(unfinished, tmp_path):
+    """A user's train.py may measure neither top-5 nor the loss."""
+    hand = manual_run(unfinished, tmp_path / "hand")
+    for name in ("eval_top5", "eval_loss"):
+        path = hand / "summary.csv"
+        path.write_text(path.read_text().replace(name, f"other_{name}"))
+    made = collect.collect([unfinished, hand]).runs[-1]
+    assert {"top1", "top5", "loss"} & made.keys() == {"top1"}
+
+
 def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, error_of):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([

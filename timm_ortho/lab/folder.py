@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 from filelock import FileLock, Timeout
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
-from .._kinds import ANY, COUNT, NUMBER, SINGLE, TEXT, checked, optional
+from .._kinds import ANY, COUNT, NOT_NEGATIVE, NULL, NUMBER, SINGLE, TEXT, checked, optional
 from .._text import UserError, file_name, whole_lines, without_nan
 from .._yaml import YAMLError, dump_yaml, load_written_yaml
 from ..run_folder import (
@@ -45,11 +45,14 @@ STUDY_KIND = {  # of the key `study` in study.yaml and study.json; the report ch
     **optional("table validation", TEXT), **optional("weights", [TEXT]),
     **optional("data", {**optional("image_size first_image", [COUNT]), "validation_split": TEXT,
                         **dict.fromkeys("channels classes train validation".split(), COUNT), ...: SINGLE}),
-    **optional("report options versions", {...: ANY}), ...: SINGLE}
+    **optional("report options", {...: ANY}), **optional("versions", {...: TEXT}), ...: SINGLE}
 RUN_KIND = {"cell": {...: SINGLE}, "connection": TEXT, "seed": COUNT}
-_SITE = {"layer": COUNT, "kind": TEXT, "name": TEXT,
-         **optional("stream parallel orthogonal cosine", NUMBER), ...: SINGLE}
-_LINES = {PROBE: {"epochs_done": COUNT, "sites": [_SITE]}, RECORDS: {"step": COUNT, **_SITE}}
+SITE_KIND = {"layer": COUNT, "kind": TEXT, "name": TEXT, "cosine": (NUMBER, NULL),
+             **dict.fromkeys("stream parallel orthogonal".split(), (NOT_NEGATIVE, NULL)),
+             **optional("s s_added rho theta", NUMBER), ...: SINGLE}
+RECORD_KIND = {"step": COUNT, **SITE_KIND}
+_LINES = {PROBE: {"epochs_done": COUNT, "sites": [SITE_KIND]}, RECORDS: RECORD_KIND}
+_KINDS, _SITES = 16, 512  # largest numbers in the records of a run; each kind has plots, and each site has panels
 OF_PLAN = ("trainer", "record", "representation", "hold_out", "gpus", "nodes")
 
 
@@ -244,9 +247,27 @@ def read_as(path: Path, parse: Callable[[str], Any], advice: str = "remove {fold
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a run's JSON Lines file as dicts, [] if the file does not exist."""
     def rows(text: str) -> list[dict]:
-        return checked([json.loads(line) for line in whole_lines(text).splitlines()], [_LINES[path.name]], "row")
+        found = checked([json.loads(line) for line in whole_lines(text).splitlines()], [_LINES[path.name]], "row")
+        return check_sites(found) if path.name == RECORDS else found
 
     return read_as(path, rows) if path.is_file() else []
+
+
+def check_sites(rows: list[dict]) -> list[dict]:
+    """Return the rows of records, or raise a LabError if they have too many sites or kinds for a report."""
+    sites = {(row["layer"], row["kind"], row["name"]) for row in rows}
+    kinds = {kind for _, kind, _ in sites}
+    if len(sites) > _SITES or len(kinds) > _KINDS:
+        raise LabError(f"it has {len(sites):,} sites of {len(kinds):,} kinds, but at most {_SITES} sites of {_KINDS} "
+                       "kinds are allowed")
+    return rows
+
+
+def check_cells(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a LabError if the cell of a run is not in the grid of the study."""
+    for cell in (run["cell"] for run in runs):
+        if cell.keys() != study["axes"].keys() or any(value not in study["axes"][axis] for axis, value in cell.items()):
+            raise LabError(f"a run has the cell {cell!r:.60}, but must have one of the study's values for each axis")
 
 
 def read_study(folder: Path) -> dict:
@@ -260,8 +281,13 @@ def read_study(folder: Path) -> dict:
                        "runs of train.py to it)")
     kind = {"settings": {...: ANY}, "study": STUDY_KIND, "places": [{**RUN_KIND, "run": TEXT}], "left_out": [TEXT],
             ...: SINGLE}
-    values = read_as(folder / STUDY, lambda text: checked(load_written_yaml(text), kind, "it"),
-                     "remove {folder}, or choose another --output")
+
+    def parsed(text: str) -> dict:
+        values = checked(load_written_yaml(text), kind, "it")
+        check_cells(values["study"], values["places"])
+        return values
+
+    values = read_as(folder / STUDY, parsed, "remove {folder}, or choose another --output")
     outside = [point["run"] for point in values["places"] if file_name(point["run"]) != point["run"]]
     if outside:
         raise LabError(f"{folder / STUDY} has a run outside its folder, '{outside[0]}': correct the key 'places'")
@@ -292,7 +318,8 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     measured = [row for row in rows if row["eval_top1"] is not None]  # None: NaN
     best = max(measured, key=lambda row: row["eval_top1"], default={"eval_top1": None, "epoch": None})
     return {
-        "epochs": epochs_done(rows), "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+        "epochs": epochs_done(rows), **{key: last[f"eval_{key}"] for key in ("top1", "top5", "loss")
+                                        if f"eval_{key}" in last},  # a user's train.py may measure only some of them
         "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
     }
 

@@ -52,7 +52,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._kinds import ANY, COUNT, TEXT, checked, kind_of
+from ..._kinds import ANY, COUNT, SINGLE, TEXT, checked, kind_of
 from ..._text import UserError, did_you_mean
 from ...connections import CONNECTIONS, create_connection
 from ...convert import accepts, variant_arguments
@@ -273,8 +273,8 @@ def _axis(axis: str, entry: Any) -> dict:
     if not isinstance(entry, dict):
         raise LabError(f"axis '{axis}' must be a list of values, or a mapping from values to changes")
     for label in entry:
-        if not isinstance(label, (str, int, float, type(None))):  # YAML reads 2026-01-31 as a date
-            raise LabError(f"axis '{axis}': a value must be text or a number, not {label!r}: write it in quotes")
+        if not SINGLE.fits(label):  # YAML reads 2026-01-31 as a date
+            raise LabError(f"axis '{axis}': a value must be text or a number, not {label!r:.60}: write it in quotes")
     return {label: _changes(axis, label, changes or {}) for label, changes in entry.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 from ..._text import aligned, finite
 from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import FEATURES, OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
-from .. import LabError, representation
+from .. import LabError, one_line, representation
 from ..folder import COMPARISON, Variant, history, metrics_of, read_lines, read_study, record, save, state, work_on
 from ..image_folder import STREAMED
 from ..train_options import options_with
@@ -25,6 +25,7 @@ from .report import Part
 # Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`
 _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused") | {
     "seed", "batch_size", "grad_accum_steps", "num_classes", "in_chans", "device_modules", "data", "resume"}
+_WIDEST = 2**14  # largest width of features; CKA needs matrices of width x width numbers
 
 
 def collect(folders: Sequence[Path]) -> Part:
@@ -97,17 +98,29 @@ def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str
     by_seed = {(group, run["seed"]): folder for group, run, folder in zip(groups, runs, folders, strict=True)}
     for group, run, folder in zip(groups, runs, folders, strict=True):
         partner = by_seed.get((tables.baseline_of(dict.fromkeys(groups), group, baseline), run["seed"]), folder)
-        cka = None if partner == folder else representation.linear_cka(features_in(partner), features_in(folder))
+        cka = None
+        if partner != folder:
+            theirs, own = features_in(partner), features_in(folder)
+            if len(theirs) != len(own):
+                raise LabError(f"{folder / FEATURES} has features of {len(own)} images, but {partner / FEATURES} of "
+                               f"{len(theirs)}: remove the folder of the wrong one to train the run again")
+            cka = representation.linear_cka(theirs, own)
         run["representation"] = {**(run["representation"] or {}), "linear_cka": cka}
 
 
 def features_in(folder: Path) -> torch.Tensor:
-    """Return the features that a run has stored."""
+    """Return the features that a run has stored, of shape `[images, width]`."""
+    path = folder / FEATURES
     try:
-        return torch.from_numpy(np.load(folder / FEATURES, allow_pickle=False)).float()
-    except (OSError, ValueError) as error:
-        raise LabError(f"{folder / FEATURES} cannot be read ({error}): remove {folder} to train the run again"
-                       ) from None
+        if not path.is_file():  # to open a pipe would wait for its writer
+            raise LabError("there is no such file")
+        found = np.lib.format.open_memmap(path, mode="r")  # reads the header, and compares it with the size of the file
+        if found.dtype.kind != "f" or found.ndim != 2 or len(found) < 2 or found.shape[1] > _WIDEST:
+            raise LabError(f"it has the shape {list(found.shape)} and dtype {found.dtype}, but must have floats of "
+                           f"the shape [images, width] with at least 2 images and a width of at most {_WIDEST:,}")
+        return torch.from_numpy(found.astype(np.float32))
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        raise LabError(f"{path} cannot be read ({one_line(error)}): remove {folder} to train the run again") from None
 
 
 def _by_hand(path: Path, root: Path, values: Mapping[str, Any]) -> dict:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Callable, NamedTuple, Sequence, Union
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ..._text import aligned, escaped, file_name, svg_text
@@ -60,7 +61,8 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        return svg_text(self.draw(), file_name(self.name))
+        with rc_context({"text.parse_math": False}):  # a label may contain $
+            return svg_text(self.draw(), file_name(self.name))
 
 
 Block = Union[str, list[str], Heading, Code, Link, Table, Picture]  # a text is a paragraph, a list has bullets

@@ -150,7 +150,8 @@ def lines_chart(panels: Sequence[Panel], shared: bool = False) -> Figure:
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    bands = {name: (x, *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
+    # matplotlib refuses a list of whole numbers of which one does not fit into 64 bits
+    bands = {name: (np.array(x, dtype=float), *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
     for name, (look, x, curves) in panel.lines.items():
         if panel.points:
             _, means, spread = bands[name]
@@ -355,7 +356,7 @@ def _traces(scene: Scene) -> Pictures:
     """Draw the squared norms, cosines and coefficients recorded by `timm_ortho.record`. Older records lack some."""
     runs, name = scene.having("dynamics"), scene.named(None)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
-             for point in scene.recorded.get("transitions", ()) if point["step"] is not None}
+             for point in scene.recorded.get("transitions") or () if point["step"] is not None}
     for (kind, sites), (measure, (source, about)) in product(_sites(runs).items(), _CAPTIONS.items()):
         if any(finite(row.get(measure)) for run in runs for row in run["dynamics"]):
             panels = [_panel(f"block {layer}: {TRACES[measure]}", "training step", runs, name, _trace(site, measure),

@@ -13,24 +13,32 @@ is the run's position in `study.json`. An empty field means None. Equal studies 
 """
 import csv
 import gzip
-import io
 import json
 import zlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._kinds import ANY, checked, optional
-from ..._text import csv_text, file_name
-from ...run_folder import RESULT_KIND
+from ..._kinds import ANY, COUNT, NULL, NUMBER, TEXT, checked, one_of, optional
+from ..._text import UserError, csv_rows, csv_text, file_name
+from ...run_folder import EPOCH_KIND, RESULT_KIND, SESSION_KIND
 from .. import LabError, one_line, whole_file, write_json
-from ..folder import RUN_KIND, STUDY_KIND, read_as
-from .layout import grouped
+from ..folder import RECORD_KIND, RUN_KIND, SITE_KIND, STUDY_KIND, check_cells, check_sites, read_as
+from .layout import TRACES, grouped
 
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
-LARGEST = 2**28  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
+LARGEST = 2**25  # maximum size of an unpacked table in bytes; the largest table of this project has 800 kB
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
+_KINDS = {"history": EPOCH_KIND, "probe": {"epochs_done": COUNT, **SITE_KIND}, "records": RECORD_KIND}
+_STUDY_KIND = {
+    "study": STUDY_KIND,
+    "runs": [{**RESULT_KIND, **optional("made_with", {**SESSION_KIND, ...: ANY}), **optional("dataset", TEXT),
+              **RUN_KIND, ...: ANY}],
+    "recorded": {
+        **optional("transitions", [
+            {"layer": COUNT, "kind": TEXT, "measure": one_of(*TRACES), "step": (COUNT, NULL)}]),
+        **optional("last_branch", [({"first": NUMBER, "highest": NUMBER, "last": NUMBER}, NULL)])}}
 
 Rows = list[dict[str, Any]]
 
@@ -64,14 +72,13 @@ def folder_name(study: Mapping[str, Any]) -> str:
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     def values_of(text: str) -> tuple:
-        run = {**RESULT_KIND, **optional("made_with", {...: ANY}), **RUN_KIND, ...: ANY}
-        kind = {"study": STUDY_KIND, "runs": [run], "recorded": {...: ANY}}
-        values = checked(json.loads(text), kind, "it")
+        values = checked(json.loads(text), _STUDY_KIND, "it")
+        check_cells(values["study"], values["runs"])
         return values["study"], values["runs"], values["recorded"]
 
     study, runs, recorded = read_as(folder / STUDY, values_of, "restore the file, or leave {folder} out")
     for table, key in TABLES.items():
-        by_run = _read_table(folder / f"{table}.csv.gz")
+        by_run = _read_table(folder / f"{table}.csv.gz", {"run": COUNT, **_KINDS[table]})
         for number, run in enumerate(runs):
             run[key] = by_run.get(number, [])
     return study, runs, recorded
@@ -96,7 +103,7 @@ def _rounded(value: Any, digits: int) -> Any:
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def _read_table(file: Path) -> dict[int, Rows]:
+def _read_table(file: Path, kind: Mapping) -> dict[int, Rows]:
     """Return the rows of each run, {} if the file does not exist. The sites of a probe are collected in one list."""
     if not file.is_file():
         return {}
@@ -105,19 +112,21 @@ def _read_table(file: Path) -> dict[int, Rows]:
             table = packed.read(LARGEST + 1)
         if len(table) > LARGEST:  # a small file may contain gigabytes of zeros
             raise ValueError(f"it unpacks to more than {LARGEST:,} bytes")
-        lines = csv.DictReader(io.StringIO(table.decode("utf-8"), newline=""))
-        rows = [{key: _parsed(text) for key, text in line.items()} for line in lines]
-        by_run = grouped(rows, lambda row: row.pop("run"))
-        if file.name == "probe.csv.gz":
+        lines = csv_rows(table.decode("utf-8"))
+        rows = checked([{key: _parsed(text) for key, text in line.items()} for line in lines], [kind], "row")
+        by_run = grouped(check_sites(rows) if "step" in kind else rows, lambda row: row.pop("run"))
+        if "epochs_done" in kind:
             by_run = {run: [{"epochs_done": epochs, "sites": sites} for epochs, sites in grouped(
                 rows, lambda row: row.pop("epochs_done")).items()] for run, rows in by_run.items()}
         return by_run
-    except (OSError, EOFError, zlib.error, csv.Error, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, ValueError, UserError) as error:
         raise LabError(f"{file} cannot be read ({one_line(error)})") from None
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text or "null")
-    except ValueError:
-        return text
+def _parsed(text: Any) -> Any:
+    for number in (int, float):
+        try:
+            return number(text)
+        except (ValueError, TypeError):  # a TypeError for None of a short row, and for the rest of a long row
+            pass
+    return text or None

@@ -143,10 +143,14 @@ def layout_of(study: Mapping[str, Any]) -> Layout:
 
 
 def _checked_layout(study: Mapping[str, Any]) -> Layout:
-    dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
+    if "measure" in study["axes"]:
+        raise LabError("an axis cannot have the name 'measure', which is a dimension of each report: rename it")
+    named = {*study["axes"], "model", "dataset", "connection"}
+    dimensions = {*named, "measure"}
     numeric = [axis for axis, values in study["axes"].items()
                if all(isinstance(value, (int, float)) for value in values)]
-    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels", "order", "x", "by", "lines"), dimensions),
+    known = {**dict.fromkeys(("rows", "columns", "paper", "titles", "labels"), dimensions),
+             **dict.fromkeys(("order", "x", "by", "lines"), named),
              "measures": MEASURES, "tables": tables.EXTRAS, "column": HISTORY}
 
     def check_values(values: Mapping[str, Any], types: Mapping[str, Any], owner: str) -> None:
@@ -338,7 +342,7 @@ def _made(part: Part) -> dict[str, str]:
     A run without `made_with` has the study's `versions`.
     """
     study, runs = part.study, part.runs
-    made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
+    made = [{**(study.get("versions") or {}), **(run.get("made_with") or {})} for run in runs]
     versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
                 for of_run in made]
     times = [of_run[key] for of_run in made for key in ("begin", "end") if of_run.get(key)]

@@ -256,7 +256,7 @@ Extra = tuple[Table, str]  # an additional table, whose label is its title, and 
 
 def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
     steps: dict[tuple[str, int], dict[str, str]] = {}
-    for point in recorded.get("transitions", ()):
+    for point in recorded.get("transitions") or ():
         step = "none" if point["step"] is None else f"step {point['step']:g}"
         steps.setdefault((point["kind"], point["layer"]), {})[TRACES[point["measure"]]] = step
     measures = list(next(iter(steps.values()), {}))
@@ -271,7 +271,7 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
 
 
 def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
-    measured = [(run, ends) for run, ends in zip(runs, recorded.get("last_branch", ()), strict=False) if ends]
+    measured = [(run, ends) for run, ends in zip(runs, recorded.get("last_branch") or (), strict=False) if ends]
     rows, dimensions = [], [*layout.study["axes"], "connection"]
     for names, members in grouped(measured, lambda pair: tuple(
             layout.label(dimension, layout.key(dimension, pair[0])) for dimension in dimensions)).items():
