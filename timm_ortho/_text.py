@@ -142,19 +142,12 @@ def without_nan(value: Any) -> Any:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Optional[Sequence[str]] = None) -> str:
-    """Return rows as CSV below a header, by default with all keys in the order in which they first occur.
-
-    An apostrophe precedes text that a spreadsheet would run as a formula.
-
-    >>> csv_text([{"metric": "=A1", "value": "-1e-05"}])
-    "metric,value\\n'=A1,-1e-05\\n"
-    """
+    """Return rows as CSV below a header, by default with all keys in the order in which they first occur."""
     text = io.StringIO()
     columns = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else columns
     writer = csv.DictWriter(text, columns, lineterminator="\n")
-    for row in (dict(zip(columns, columns, strict=True)), *rows):
-        writer.writerow({key: re.sub(r"^(?=[=+@-](?![\d.e+-]*$))", "'", value) if isinstance(value, str) else value
-                         for key, value in row.items()})
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

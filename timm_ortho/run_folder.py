@@ -233,7 +233,8 @@ def read_history(folder: Path, finished: bool = False) -> list[dict]:
         for row in rows:
             epoch = int(row["epoch"])
             history = [earlier for earlier in history if earlier["epoch"] < epoch]
-            metrics = {key: float(value) for key, value in row.items() if key and value}
+            metrics = {key: float(value) for key, value in row.items()
+                       if value and key and key[0].isalpha()}  # a spreadsheet would run "=..." in history.csv
             history.append({**without_nan(metrics), "epoch": epoch})
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise UserError(f"{path} is not a table of epochs ({error_text(error, named=True)}): remove it") from None

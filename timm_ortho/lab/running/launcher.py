@@ -70,7 +70,7 @@ class _Progress:
             left = timedelta(seconds=round((now - self.began) / max(1, done - self.before) * (self.total - done)))
             loss = "nan" if row.get("train_loss") is None else f"{row['train_loss']:.3f}"
             print_line(f"{name}: epoch {self.epochs[name]}/{self.runs[name].epochs}, loss {loss}, "
-                   f"{top1_text(row.get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
+                       f"{top1_text(row.get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""
