@@ -13,7 +13,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Union, get_args, get_origin
 
-from ._text import UserError, printable
+from ._text import UserError, plain_lines
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,4 @@ def _check_items(values: Mapping[Any, Any], kinds: Mapping[Any, Any], name: str)
 
 
 def _error(name: str, problem: str) -> UserError:
-    return UserError(f"{printable(' '.join(name.split())):.200} {problem}")  # keys of the file are in the name
+    return UserError(f"{plain_lines(name):.200} {problem}")  # keys of the file are in the name

@@ -4,6 +4,7 @@ import difflib
 import io
 import math
 import re
+import sys
 from itertools import islice
 from typing import Any, AnyStr, Dict, Iterable, List, Mapping, Optional, Sequence
 
@@ -79,13 +80,41 @@ def printable(text: str) -> str:
                    for each in text)
 
 
-def escaped(text: str) -> str:
-    """Return text within a line of Markdown, with backslashes before the characters that have a meaning there.
+def plain_lines(value: Any) -> Any:
+    """Return a copy of nested dicts and lists in which each text is one line of printable characters.
 
-    >>> escaped("a|b")
-    'a\\\\|b'
+    It has single spaces, and " ... " in place of the middle of more than 2,000 characters.
+
+    >>> plain_lines({"title": "a\\n\\x1b[2J"})
+    {'title': 'a \\\\x1b[2J'}
     """
-    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", printable(" ".join(text.splitlines())))
+    if isinstance(value, str):
+        line = " ".join(value.split())
+        line = line if line.isprintable() else printable(line)  # the first case is fast, for records of many steps
+        return line if len(line) <= 2000 else f"{line[:1000]} ... {line[-1000:]}"
+    if isinstance(value, dict):
+        return {plain_lines(key): plain_lines(inner) for key, inner in value.items()}
+    return list(map(plain_lines, value)) if isinstance(value, (list, tuple)) else value
+
+
+def print_text(text: str) -> None:
+    """Print a document that may contain text of other people."""
+    print(printable(text), flush=True)
+
+
+def print_line(text: str) -> None:
+    """Print a message that may contain text of other people, as one line of stderr."""
+    print(plain_lines(text), file=sys.stderr, flush=True)
+
+
+def escaped(text: str) -> str:
+    """Return text as a paragraph of Markdown or a part of one, with backslashes before characters with a meaning.
+
+    >>> escaped("a|b"), escaped("# a"), escaped("1. a")
+    ('a\\\\|b', '\\\\# a', '1\\\\. a')
+    """
+    line = re.sub(r"([\\`*_\[\]<>|&~])", r"\\\1", plain_lines(text))
+    return re.sub(r"^(\d*)([-+=#.)])(?=\s|\2|$)", r"\1\\\2", line)
 
 
 def whole_lines(content: AnyStr) -> AnyStr:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from . import __version__
-from ._text import CONSTRUCTOR_ERRORS, UserError, aligned, error_text, printable
+from ._text import CONSTRUCTOR_ERRORS, UserError, aligned, error_text, print_line, print_text
 
 _EXTRA = ("matplotlib", "tqdm", "sklearn", "scipy", "filelock")  # modules of the extra `lab`
 
@@ -47,13 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:  # OSError: for example a full disk, or a folder without permission
         if arguments[:1] == ["run"] and type(error) is not UserError:  # an error of the script
             raise
-        _print(f"timm-ortho: error: {error if isinstance(error, UserError) else error_text(error)}", file=sys.stderr)
+        print_line(f"timm-ortho: error: {error if isinstance(error, UserError) else error_text(error)}")
         return 2
-
-
-def _print(text: Any, **options: Any) -> None:
-    """Print text that may contain names from the files of other people."""
-    print(printable(str(text)), **options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,7 +159,7 @@ def _add_study(commands: Any) -> None:
         ) if parsed.launcher == "slurm" else None))
     status = actions.add_parser("status", help="print the state of each run of a study")
     status.add_argument("folder", type=Path, metavar="FOLDER", help="output folder of the study")
-    status.set_defaults(act=lambda lab, parsed: _print(lab.status(parsed.folder)))
+    status.set_defaults(act=lambda lab, parsed: print_text(lab.status(parsed.folder)))
     report = actions.add_parser(
         "report", help="report finished runs, without training",
         description="Writes the report of a study, finished or not, and adds runs that you trained with timm's "
@@ -173,7 +168,8 @@ def _add_study(commands: Any) -> None:
                         help="the output of the study, and then folders of runs of train.py")
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the output of the study")
     report.add_argument("--open", dest="opened", action="store_true", help="open the report in the browser")
-    report.set_defaults(act=lambda lab, parsed: _print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
+    report.set_defaults(act=lambda lab, parsed: print_text(
+        lab.report_on(parsed.folders, parsed.output, parsed.opened)))
     parser.set_defaults(call=_study)
 
 
@@ -369,7 +365,7 @@ def _push(parsed: argparse.Namespace) -> int:
     import_modules(parsed.device_modules)
     if parsed.dry_run:
         folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
-        _print(export(parsed.model, folder, parsed.repo_id, **contents), flush=True)  # before the line below
+        print_text(str(export(parsed.model, folder, parsed.repo_id, **contents)))
         print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
         return 0
     commit = push(parsed.model, parsed.repo_id, **contents, **_requested(parsed, "private create_pr commit_message"))

@@ -243,7 +243,8 @@ def _epochs(text: str) -> list[dict]:
     history: list[dict] = []
     for row in csv_rows(text):
         if (row["epoch"] or "").isdecimal():
-            metrics = {key: float(value) for key, value in row.items() if key and value}
+            metrics = {key: float(value) for key, value in row.items()
+                       if value and key and key[0].isalpha()}  # a spreadsheet would run "=..." in history.csv
             values = checked({**without_nan(metrics), "epoch": int(row["epoch"])}, EPOCH_KIND, "row")
             while history and history[-1]["epoch"] >= values["epoch"]:
                 history.pop()

@@ -169,6 +169,11 @@ def test_other_errors(error_of):
 def test_names_in_other_peoples_files_do_not_control_the_terminal(tmp_path, error_of):
     torch.save({"state_dict": {}, "args": Namespace(model="\x1b]0;\x07\u202e")}, tmp_path / "a.pth.tar")
     assert "the model '\\x1b]0;\\x07\\u202e' cannot be built" in error_of("show", tmp_path / "a.pth.tar")
+    (tmp_path / "a.yaml").write_text('? "foo\\n\\n\\ebar' + 5000 * "a" + '"')
+    error = error_of("compare", "--recipe", tmp_path / "a.yaml")  # has one line
+    assert r"accepts no option 'foo \x1bbaraaa" in error
+    assert error.endswith(" ... " + 999 * "a" + "'\n")
+    assert len(error) < 2100
 
 
 def test_compare_passes_options(monkeypatch):

@@ -161,6 +161,11 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.5)]
 
 
+def test_formulas_of_spreadsheets_are_no_metrics(tmp_path):
+    (tmp_path / "summary.csv").write_text("epoch,eval_top1,=A1,@b,eval_top1 (EMA)\n0,1,2,3,4\n")
+    assert read_history(tmp_path) == [{"epoch": 0, "eval_top1": 1.0, "eval_top1 (EMA)": 4.0}]
+
+
 @pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.slow), "kept"])
 def test_runs_that_differ_in_the_seed_are_on_one_card(tmp_path, optimizer):
     """After the report, a run has the numbers of all seeds, also for the checkpoints of both of its stages."""

@@ -193,15 +193,18 @@ def test_cards_contain_no_local_paths(tmp_path):
 
 
 def test_text_of_other_people_is_escaped(tmp_path):
-    evil = "x` |\n\n# Evil\n\n<img src=x>"
+    evil = "x` |\n\n# Evil\n\n\x1b\u202e<img src=x>"
     run = CheckpointRun(timm_run(
         tmp_path / "run", epochs=1, opt=evil, dataset=evil, experiment="a\n\n````\n# Evil\n"))
     row = dict(connection=evil, baseline=evil, seeds=[0], top1_mean=1.0, top1_std=None, difference=None)
     run.card = card_values({}, {"cpu": evil}, dict(split=evil, top1=[], rows=[row]))
-    card = str(model_card(connected(connection="feature", connection_start=evil), run)).split("\n---\n", 1)[1]
+    metadata, card = str(model_card(connected(connection="feature", connection_start=evil), run)).split("\n---\n", 1)
+    assert "\x1b" not in metadata
+    assert "\u202e" not in metadata
     card = re.sub(r"^(`{3,})\w*\n.*?^\1\n", "", card, flags=re.MULTILINE | re.DOTALL)
     assert "\n# Evil" not in card
-    assert len(re.findall(r"(?<!\\)<img", card)) == card.count("`x' \\| # Evil <img src=x>`") == 1  # as code
+    assert len(re.findall(r"(?<!\\)<img", card)) == card.count(r"`x' \| # Evil \x1b\u202e<img src=x>`") == 1  # as code
+    assert "".join(card.split("\n")).isprintable()
 
 
 def test_made_with_has_no_empty_values_no_host_and_no_command(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers.laughs import LAUGHS
 from helpers.made_up_runs import run_of, study_of
-from helpers.tiny_study import compared, one_run, request, trained, unfinish, written
+from helpers.tiny_study import change_run, compared, one_run, request, trained, unfinish, written
 
 from timm_ortho import cli
 from timm_ortho._text import UserError, csv_text
@@ -152,6 +152,18 @@ def test_the_users_own_link_to_an_output_is_followed(theirs, capsys):
     assert (theirs / "report.html").is_file()
     unfinish(mine / "linear-seed0")
     assert run.run(mine / "linear-seed0")["epochs"] == 1
+
+
+def test_the_error_of_a_run_is_one_line(theirs, capsys, monkeypatch):
+    error = "a\n\nlinear-seed9  finished\x1b[2J" + 5000 * "b"
+    change_run(theirs / "linear-seed0", result=None, sessions=[{"error": error}])
+    monkeypatch.setattr("timm_ortho.lab.running.launcher.local", lambda *_: {})
+    assert cli.main(["study", "status", str(theirs)]) == 0
+    assert cli.main(["study", "report", str(theirs)]) == 0
+    assert study.run(compared(theirs, ["linear"], epochs=1)) == 0
+    shown = [line for line in capsys.readouterr().out.split("\n") if r"a linear-seed9 finished\x1b[2Jbbb" in line]
+    assert len(shown) == 3
+    assert max(map(len, shown)) < 2100
 
 
 def test_aliases_are_refused_in_one_line(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import scipy.stats
 from helpers.made_up_runs import DATA, STUDIES, run_of, runs_of, study_of
+from helpers.reports import tables_of, write
 
 from timm_ortho import CONNECTIONS
 from timm_ortho.lab.reporting import plots, published, report
@@ -69,6 +70,21 @@ def test_every_plot_has_data():
         scene = plots.Scene(part.runs, part.layout, part.recorded)
         empty = [plot for plot, options in part.layout.plot_options() if not [*plots.DRAWINGS[plot](scene, **options)]]
         assert not empty, f"{name}: the layout plots recorded metrics, so the study needs the key `record`"
+
+
+def test_text_of_other_people_is_plain(tmp_path):
+    """A control character would make the page invalid XML, and matplotlib's warning about it an error."""
+    evil = "x\0\x1b[2J\u202e\ny"
+    study = study_of("compare", title=evil, command=f"a\n\n{evil}", report={"labels": {"connection": {"linear": evil}}},
+                     changed=["~~~", "# a", "- b", "1. c", "---", "    d"])
+    printed = write(study, [run_of("linear", 0), run_of("feature", 0)], ["run (failed: a\nb)"], tmp_path)
+    assert tables_of(tmp_path)
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "\n\n".join([r"\~\~\~", r"\# a", r"\- b", r"1\. c", r"\---", "d", "## Every run"]) in markdown
+    svgs = [plot.read_text(encoding="utf-8") for plot in tmp_path.glob("figures/*.svg")]
+    for text in (printed, markdown, (tmp_path / "report.html").read_text(encoding="utf-8"), "".join(svgs)):
+        assert r"x\x00\x1b[2J\u202e y" in text
+        assert text.replace("\n", "").isprintable()
 
 
 @pytest.mark.slow

@@ -350,6 +350,12 @@ def test_shards_that_may_be_read(tmp_path):
     check_shards(Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="a.tar|8", val_split="val"))
 
 
+def test_a_description_of_shards_that_is_not_timms(tmp_path):
+    (tmp_path / "_info.json").write_text('{"splits": {"val": {"filenames": [5]}}}')
+    with pytest.raises(LabError, match=re.escape(f"{tmp_path / '_info.json'} is not timm's description of shards")):
+        check_shards(Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="train", val_split="val"))
+
+
 def test_timm_refuses_an_index_of_a_tar_file_that_calls_functions(tmp_path):
     """timm reads the index beside a large tar file; here, `cache_tarinfo` makes it read the index of an empty file."""
     tarfile.open(tmp_path / "images.tar", "w").close()

@@ -11,7 +11,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .._text import escaped, finite
+from .._text import escaped, finite, plain_lines
 from .._yaml import dump_yaml
 from ..connections import CONNECTIONS, declared
 from ..convert import IMPORT_TAG
@@ -166,12 +166,12 @@ def _results(run: CheckpointRun) -> Iterator[Row]:
 
 # ---------------------------------------------------------------------------------------------- metadata
 def _metadata(subject: Subject, run: Optional[CheckpointRun]) -> ModelCardData:
-    title, on_hub = _dataset(subject, run)
+    title, on_hub = plain_lines(_dataset(subject, run))
     results = [EvalResult(
         task_type="image-classification",
         dataset_type=on_hub or title,
-        dataset_name=_images(subject, run, "val_num_samples"),
-        dataset_split=run.split,
+        dataset_name=plain_lines(_images(subject, run, "val_num_samples")),
+        dataset_split=plain_lines(run.split),
         metric_type="accuracy",
         metric_name=row.name,
         metric_value=round(row.value, 4),
@@ -225,7 +225,7 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
         skip = arguments.pop("skip")
         yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
     for key, value in arguments.items():
-        text = " ".join(str(value).split()).replace("`", "'").replace("|", "\\|")
+        text = plain_lines(str(value)).replace("`", "'").replace("|", "\\|")
         yield f"`{key}`", f"`{text}`"
     yield "parameters", f"{subject.parameters:,}"
     yield "input", " x ".join(map(str, cfg["input_size"]))

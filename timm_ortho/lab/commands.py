@@ -1,12 +1,12 @@
 """The functions behind `timm-ortho study` and `timm-ortho compare`."""
 import shlex
-import sys
 import webbrowser
 from pathlib import Path
 from typing import Optional, Sequence
 
 import torch
 
+from .._text import print_line, print_text
 from . import LabError, refuse_links
 from .folder import COMPARISON, STUDY, Variant, only_command, read_study
 from .planning.design import Design, load
@@ -52,8 +52,8 @@ def make_plan(request: Request, threads: Optional[int] = None) -> StudyPlan:
     planned = _planned(request, threads=threads)
     planned.write()
     for name, run_plan in planned.runs.items():
-        print(f"{name}: {_command_of(planned.folder / name, run_plan, threads)}")
-    print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
+        print_text(f"{name}: {_command_of(planned.folder / name, run_plan, threads)}")
+    print_text("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
     return planned
 
 
@@ -111,12 +111,11 @@ def run(
     planned = _planned(request, threads=threads, parallel=parallel)
     with only_command(planned.folder):
         planned.write()
-        for line in planned.left_out:
-            print(f"timm-ortho: left out: {line}", file=sys.stderr)
-        print("\n".join(_opening(planned)), file=sys.stderr)
+        for line in (*(f"timm-ortho: left out: {reason}" for reason in planned.left_out), *_opening(planned)):
+            print_line(line)
         if slurm is not None:
-            print(f"{slurm.submit(planned.folder, planned.runs)}: timm-ortho study status {planned.folder} shows their "
-                  f"state, timm-ortho study report {planned.folder} reports them")
+            print_text(f"{slurm.submit(planned.folder, planned.runs)}: timm-ortho study status {planned.folder} shows "
+                       f"their state, timm-ortho study report {planned.folder} reports them")
             return 0
         if threads is None and request.design.is_comparison and planned.parameters >= _SMALL:
             threads = torch.get_num_threads()
@@ -129,10 +128,10 @@ def _trained(planned: StudyPlan, parallel: int, threads: int, opened: bool) -> i
         with launcher.sigterm_as_ctrl_c():
             failed = launcher.local(planned.folder, planned.runs, parallel, threads)
     except KeyboardInterrupt as stop:
-        print(report_on([planned.folder], opened=opened))
-        print("interrupted: the same command continues from here", file=sys.stderr)
+        print_text(report_on([planned.folder], opened=opened))
+        print_line("interrupted: the same command continues from here")
         return 143 if isinstance(stop, launcher.Terminated) else 130
-    print(report_on([planned.folder], opened=opened))
+    print_text(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))
         raise LabError(f"{len(failed)} of {len(planned.runs)} runs failed, first {name}: {reason}; the same command "

@@ -211,13 +211,13 @@ def check_shards(options: Namespace) -> None:
     folder = options.data_dir
     shards = [split.partition("|")[0] for split in (options.train_split, options.val_split)
               if "tar" in split or ".." in split]  # timm takes all other splits for names of splits in these files:
-    try:
-        for path in (path for name in ("_info.json", "info.json") if (path := Path(folder, name)).is_file()):
-            splits = json.loads(path.read_text(encoding="utf-8"))["splits"].values()
-            shards += [name for split in splits for name in split["filenames"]]
-        paths = [folder, *(os.path.join(folder, name) for name in shards)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LabError(f"{path} is not timm's description of shards ({one_line(error)})") from None
+    paths = [folder, *(os.path.join(folder, name) for name in shards)]
+    for file in filter(Path.is_file, map(Path(folder).joinpath, ("_info.json", "info.json"))):
+        try:
+            splits = json.loads(file.read_text(encoding="utf-8"))["splits"].values()
+            paths += [os.path.join(folder, name) for split in splits for name in split["filenames"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LabError(f"{file} is not timm's description of shards ({one_line(error)})") from None
     for path in paths:
         if not _PLAIN_PATH.fullmatch(path) or not os.path.exists(path):
             raise LabError(f"'{path}' is not a file: data sets wds/ are read from files in --data-dir, one for each "

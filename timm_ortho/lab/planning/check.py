@@ -4,7 +4,6 @@ One model of each architecture is built, and run on blank images of its size. Th
 """
 import inspect
 import json
-import sys
 from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from timm.layers import PatchEmbed
 from torch import nn
 
 from ..._images import data_config
-from ..._text import CONSTRUCTOR_ERRORS, error_text
+from ..._text import CONSTRUCTOR_ERRORS, error_text, print_line
 from .. import LabError, device_images
 from ..data import Source, open_source
 from ..folder import Variant
@@ -86,7 +85,7 @@ def check(
 
 def _warn_of_ignored(text: str, names: Sequence[str]) -> None:
     if names:
-        print(f"timm-ortho: {text.format(', '.join(dict.fromkeys(names)))}", file=sys.stderr)
+        print_line(f"timm-ortho: {text.format(', '.join(dict.fromkeys(names)))}")
 
 
 # ------------------------------------------------------------------------------------------------ the models

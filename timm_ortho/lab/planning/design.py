@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._kinds import ANY, COUNT, SINGLE, TEXT, checked, kind_of
-from ..._text import UserError, did_you_mean
+from ..._text import UserError, did_you_mean, plain_lines
 from ...connections import CONNECTIONS, create_connection
 from ...convert import accepts, variant_arguments
 from ...run_folder import SWITCHED
@@ -167,7 +167,7 @@ class Design:
         if len(trained) > 1 and not left_out and not found:
             raise LabError(f"study '{self.name}' trains no run of its baseline, {dict(self.baseline)}: set the key "
                            f"baseline to runs of the study (connections: {', '.join(trained)})")
-        return variants, list(dict.fromkeys(left_out))
+        return variants, plain_lines(list(dict.fromkeys(left_out)))
 
     def _variant(
             self, cell: Mapping, connection: str, changes: Mapping, requested: Mapping[str, Any]) -> Variant:

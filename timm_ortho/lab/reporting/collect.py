@@ -11,7 +11,7 @@ from typing import Any, Mapping, Optional, Sequence
 import numpy as np
 import torch
 
-from ..._text import aligned, finite
+from ..._text import aligned, finite, plain_lines
 from ...convert import SUFFIXES, base_name, suffix_of
 from ...run_folder import FEATURES, OPTIONS, PROBE, RECORDS, read_history, read_options, read_run
 from .. import LabError, one_line, representation
@@ -176,7 +176,7 @@ def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: Variant) 
 def status(folder: Path) -> str:
     """Return a line for each run of a study, with its state according to its files. The last line counts the states."""
     names = list(dict.fromkeys(point["run"] for point in read_study(folder)["places"]))
-    rows = [(name, *state(folder / name)) for name in names]
+    rows = [(name, *plain_lines(state(folder / name))) for name in names]
     counts = Counter(word for _, word, _ in rows)
     return "\n".join([*aligned(rows), ", ".join(f"{count} {word}" for word, count in counts.items()) or "no runs"])
 

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._kinds import ANY, checked, kind_of
-from ..._text import UserError, csv_text, finite
+from ..._text import UserError, csv_text, finite, plain_lines
 from .. import LabError, check_names, paper, refuse_links, value_text, write_json, write_text
 from . import page, tables
 from .layout import MEASURES, Layout, Run
@@ -189,12 +189,14 @@ def write(part: Part, folder: Path) -> str:
     """Write the report and its files, and return table and answer as text."""
     refuse_links(folder / "figures")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
+    write_json(folder / "results.json", part.json)
+    write_text(folder / "history.csv", csv_text(list(tables.tidy(part.runs))))
+    # other people may have written the texts
+    part = Part(*map(plain_lines, (part.study, part.runs, part.unfinished, part.recorded)))
     blocks = list(document(part))
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    write_json(folder / "results.json", part.json)
-    write_text(folder / "history.csv", csv_text(list(tables.tidy(part.runs))))
     write_text(folder / "report.md", page.markdown(part.title, blocks))
     write_text(folder / "report.html", page.page(part.title, blocks))
     table = page.text_table(tables.results(part.entries, part.layout)) if part.runs else ""

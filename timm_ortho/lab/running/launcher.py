@@ -18,6 +18,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
+from ..._text import print_line
 from ...run_folder import LOG, own_modules
 from .. import LabError
 from ..folder import Variant, epochs_done, history, last_line, record, top1_text, with_last_words
@@ -26,10 +27,6 @@ from . import run as run_module
 
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines about finished epochs
 ATTEMPTS = 3  # a run is started at most this many times, if its process dies
-
-
-def _write(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class _Progress:
@@ -42,7 +39,7 @@ class _Progress:
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.next_look = time.monotonic(), 0.0
         if self.finished:
-            _write(f"{len(self.finished)} of {len(runs)} runs are already finished")
+            print_line(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
     def fail(self, name: str, error: Optional[str], ended: str, pid: Optional[int] = None) -> None:
         """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`.
@@ -56,7 +53,7 @@ class _Progress:
         reason = error or with_last_words(self.root / name, ended)
         run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{reason}, see {self.root / name / LOG}"
-        _write(f"timm-ortho: {name} failed: {self.failed[name]}")
+        print_line(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
         """Print the last epoch of a named run that has new epochs, at most one line in `_SECONDS_BETWEEN_LINES`."""
@@ -72,8 +69,8 @@ class _Progress:
             (name, row), done = latest, sum(self.epochs.values())
             left = timedelta(seconds=round((now - self.began) / max(1, done - self.before) * (self.total - done)))
             loss = "nan" if row.get("train_loss") is None else f"{row['train_loss']:.3f}"
-            _write(f"{name}: epoch {self.epochs[name]}/{self.runs[name].epochs}, loss {loss}, "
-                   f"{top1_text(row.get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
+            print_line(f"{name}: epoch {self.epochs[name]}/{self.runs[name].epochs}, loss {loss}, "
+                       f"{top1_text(row.get('eval_top1'))}; {done}/{self.total} epochs, {left} left")
 
     def ended(self, name: str) -> None:
         """Count a run as finished, and print its top-1 accuracy and time."""
@@ -81,7 +78,7 @@ class _Progress:
         self.epochs[name] = self.runs[name].epochs
         result = record(self.root / name).result or {}
         seconds = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-        _write(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result.get('top1'))}{seconds}")
+        print_line(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result.get('top1'))}{seconds}")
 
 
 class Terminated(KeyboardInterrupt):
@@ -150,7 +147,7 @@ def local(root: Path, runs: Mapping[str, Variant], parallel: int = 1, threads: i
                 if found.result is not None:
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
-                    _write(f"timm-ortho: {name} {ended}; it is started again")
+                    print_line(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
                     progress.fail(name, error, f"its process {ended}", process.pid)

@@ -24,7 +24,7 @@ from torch import nn
 
 from ... import sites  # registers the variants, also in a process that `timm-ortho` has started
 from ..._images import data_config
-from ..._text import UserError, error_text
+from ..._text import UserError, error_text, print_line
 from ...convert import is_variant
 from ...run_folder import (
     FEATURES,
@@ -69,7 +69,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         import_modules(parsed.device_modules)
         run(parsed.folder, parsed.threads, parsed.train_py, vars(parsed))
     except UserError as error:
-        print(f"timm-ortho: {error}", file=sys.stderr)
+        print_line(f"timm-ortho: {error}")
         return 1 if isinstance(error, timm_script.Died) else REFUSED
     except Exception:  # noqa: BLE001 shown in the log
         traceback.print_exc()
@@ -109,8 +109,8 @@ def run(
         here = _session()
         for key in ("torch", "timm", "timm-ortho"):
             if found.last_session.get(key, here[key]) != here[key]:
-                print(f"timm-ortho: the run was last trained with {key} {found.last_session[key]} and continues with "
-                      f"{here[key]}", file=sys.stderr)
+                print_line(f"timm-ortho: the run was last trained with {key} {found.last_session[key]} and continues "
+                           f"with {here[key]}")
         found = replace(found, sessions=[*found.sessions, here])
         save(folder, found)
         try:
@@ -122,7 +122,7 @@ def run(
             try:
                 save(folder, _with_last(found, end=_now(), error=None if interrupted else reason))
             except LabError as error:  # for example on a full disk. Only print it, because the first error is raised
-                print(f"timm-ortho: {error}", file=sys.stderr)
+                print_line(f"timm-ortho: {error}")
             raise
         save(folder, replace(_with_last(found, end=_now()), result=result))
     return result
