@@ -8,7 +8,17 @@ from typing import Any
 import yaml
 from yaml import YAMLError
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
+DEEPEST = 20  # levels of lists and mappings; copies and JSON use several of Python's 1,000 stack frames for each
+_Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
+
+
+class _Loader(_Fast):
+    """Reads values of JSON's types only: a date is text, and bytes and sets have no constructor."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+for _kind in ("binary", "set", "omap", "pairs"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", yaml.SafeLoader.construct_undefined)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -17,16 +27,21 @@ class _Dumper(yaml.SafeDumper):
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML document with standard tags only.
+    """Return the value of a YAML document: text, numbers, true, false, null, lists and mappings. Dates are text.
 
     >>> load_yaml("lr: 0.1")
     {'lr': 0.1}
 
     Raises:
-        YAMLError: The text is not YAML, contains an alias, or has a value that Python cannot represent.
+        YAMLError: The text is not YAML, contains an alias, or has a value of another kind, or more than 20 levels.
     """
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} levels of lists and mappings",
+                                           problem_mark=event.start_mark)
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported, write the values instead",
                                            problem_mark=event.start_mark)
@@ -35,7 +50,7 @@ def load_yaml(text: str) -> Any:
                 raise yaml.MarkedYAMLError(problem="a value of more than 1,000 characters must be in quotes",
                                            problem_mark=event.start_mark)
         return yaml.load(text, Loader=_Loader)
-    except (ValueError, RecursionError) as error:  # a date such as 2026-13-01, or thousands of nested lists
+    except (ValueError, LookupError) as error:  # `!!int x`, `!!bool x`
         raise YAMLError(f"a value cannot be read: {error}") from None
 
 

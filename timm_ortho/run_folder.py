@@ -28,9 +28,10 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -41,7 +42,7 @@ from torch import nn
 from ._images import data_config
 from ._kinds import ANY, COUNT, FLAG, NULL, NUMBER, PERCENT, SIZE, TEXT, Plain, checked, one_of, optional
 from ._text import CONSTRUCTOR_ERRORS, UserError, csv_rows, error_text, finite, whole_lines, without_nan
-from ._yaml import YAMLError, load_written_yaml
+from ._yaml import DEEPEST, YAMLError, load_written_yaml
 from .convert import is_variant_argument
 from .update import backend
 from .weights import WeightsError
@@ -52,6 +53,7 @@ RECORDS, PROBE, FEATURES = "records.jsonl", "probe.jsonl", "features.npy"
 SWITCHED = "switched"  # folder of the second stage
 LARGEST = 2**22  # bytes of run.json and args.yaml; the largest part is a list of class names, 30 kB for ImageNet-1k
 PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
+_MOST = 10_000  # values of the options in a checkpoint; train.py has about 200
 BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 
 
@@ -164,7 +166,8 @@ def card_values(
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     made.update(commit=commit, device=result.get("device"))
     compared = comparison or {}
-    of_seeds = compared.get("top1") or ([result] if finite(result.get("top1")) else [])
+    own = [result] if finite(result.get("top1")) and result.get("seed") is not None else []
+    of_seeds = compared.get("top1") or own
     return CardValues(
         result.get("trainer") or "train.py", compared.get("split"), result.get("labels") or (),
         {key: str(value) for key, value in made.items() if value}, {row["seed"]: row["top1"] for row in of_seeds},
@@ -434,9 +437,9 @@ def _read_checkpoint(path: Path) -> dict:
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
                              f"{BY_HAND}")
-        ema = checkpoint.get("state_dict_ema") or {}
+        ema = checkpoint.get("state_dict_ema")
         return {**checkpoint, "state_dict": tensors_by_name(checkpoint["state_dict"], path),
-                "state_dict_ema": tensors_by_name(ema, path)}
+                "state_dict_ema": tensors_by_name({} if ema is None else ema, path)}
     except (OSError, WeightsError) as error:
         raise NoRunError(error_text(error)) from None
 
@@ -444,7 +447,7 @@ def _read_checkpoint(path: Path) -> dict:
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the options in args.yaml. Options without a value there, such as num_classes, come from the checkpoint."""
     args = checkpoint.get("args")
-    options = dict(vars(args)) if isinstance(args, Namespace) else {}
+    options = _options_in(args, path) if isinstance(args, Namespace) else {}
     _check_options(options, path)
     if (folder / OPTIONS).is_file():
         written = read_options(folder)
@@ -453,6 +456,27 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
                          f"model; {BY_HAND}")
     return options
+
+
+def _options_in(args: Namespace, path: Path) -> dict[str, Any]:
+    """Return the options in a checkpoint, with text in place of values that args.yaml cannot contain, such as tensors.
+
+    Lists that contain themselves, or have billions of values because they share them, raise a RunError.
+    """
+    level: list[Any] = [args]
+    for _ in range(DEEPEST):
+        level = list(islice(chain.from_iterable(map(_parts, level)), _MOST + 1))
+        if len(level) > _MOST:
+            break
+    if level:
+        raise RunError(f"{path} cannot be read (its options have more than {DEEPEST} levels or {_MOST:,} values)")
+    return {str(key): value if value is None or isinstance(value, (str, int, float, list, tuple, dict)) else str(value)
+            for key, value in vars(args).items()}
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    value = vars(value) if isinstance(value, Namespace) else value
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
 
 
 # ------------------------------------------------------------------------------------------ provenance

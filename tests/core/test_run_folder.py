@@ -14,6 +14,7 @@ from helpers.trained_runs import timm_run
 from timm_ortho import sites
 from timm_ortho._text import UserError
 from timm_ortho._yaml import dump_yaml
+from timm_ortho.hub import export
 from timm_ortho.lab import commands as study
 from timm_ortho.lab.image_folder import class_names
 from timm_ortho.run_folder import CheckpointRun, RunError, read_history, read_options, run_model
@@ -125,11 +126,50 @@ def test_weights_without_arguments(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "weights"), [
-    ("state_dict", None), ("state_dict", [1]), ("state_dict", {1: torch.zeros(1)}), ("state_dict_ema", {"a": 1})])
+    ("state_dict", None), ("state_dict", [1]), ("state_dict", {1: torch.zeros(1)}), ("state_dict_ema", {"a": 1}),
+    ("state_dict_ema", torch.ones(2)), ("state_dict", {"a": torch.ones(1) * 1j})])
 def test_weights_that_are_no_state_dict(tmp_path, key, weights):
     torch.save({"state_dict": {}, "args": Namespace(model="vit_test"), key: weights}, tmp_path / "a.pth.tar")
-    with pytest.raises(RunError, match=r"a.pth.tar cannot be read .* \(it has no dict of tensors by name\)$"):
+    with pytest.raises(RunError, match=r"a.pth.tar cannot be read .* \(it has no dict of real tensors by name\)$"):
         CheckpointRun(tmp_path / "a.pth.tar", key == "state_dict_ema")
+
+
+def test_weights_that_differ_only_in_a_prefix(tmp_path):
+    weights = {"a": torch.zeros(1), "module.a": torch.ones(1)}
+    torch.save({"state_dict": weights, "args": Namespace(model="vit_test")}, tmp_path / "a.pth.tar")
+    with pytest.raises(RunError, match=r"a.pth.tar cannot be read .* \(some tensors differ only in a wrapper's prefix"):
+        CheckpointRun(tmp_path / "a.pth.tar")
+
+
+def nested(value, levels, width=1):
+    for _ in range(levels):
+        value = [value] * width
+    return value
+
+
+CYCLIC = {"list": [], "dict": {}, "namespace": Namespace()}
+CYCLIC["list"].append(CYCLIC["list"])
+CYCLIC["dict"]["a"] = CYCLIC["dict"]
+CYCLIC["namespace"].a = CYCLIC["namespace"]
+
+
+@pytest.mark.parametrize("value", [*CYCLIC.values(), nested("x", 100), nested("x", 26, 2), nested("x", 3, 1000)])
+def test_options_of_any_size_in_a_checkpoint(tmp_path, value):
+    """A small pickle can contain lists that have billions of values when they are printed or copied."""
+    for options in (dict(model="vit_test", foo=value), dict(model=value)):
+        torch.save({"state_dict": {}, "args": Namespace(**options)}, tmp_path / "a.pth.tar")
+        with pytest.raises(RunError, match=r"a.pth.tar cannot be read \(its options have more than 20 levels or 10,0"):
+            CheckpointRun(tmp_path / "a.pth.tar")
+
+
+def test_tensors_among_the_options_of_a_checkpoint(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=1)
+    keys, checkpoint = ("model_ema", "pretrained", "opt", "lr", "foo"), load_checkpoint(folder / "last.pth.tar")
+    vars(checkpoint["args"]).update(dict.fromkeys(keys, torch.ones(2)))
+    torch.save(checkpoint, tmp_path / "a.pth.tar")
+    run = CheckpointRun(tmp_path / "a.pth.tar")
+    assert [run.options[key] for key in keys] == ["tensor([1., 1.])"] * len(keys)
+    assert "| opt | tensor(\\[1., 1.\\])" in str(export(tmp_path / "a.pth.tar", tmp_path / "out", "me/x"))
 
 
 @pytest.mark.parametrize(("key", "value", "must"), [
@@ -234,6 +274,11 @@ def test_values_of_another_person_are_checked(copied, error_of, changes, reason)
         line = error_of(command[0], folder, *command[1:])
         assert line.startswith(f"timm-ortho: error: {folder / 'run.json'} cannot be read (")
         assert reason in line
+
+
+def test_a_result_without_a_seed(copied):
+    change_run(copied / "feature-seed0", result=dict(top1=50.0), comparison=None)
+    assert CheckpointRun(copied / "feature-seed0").card.top1 == {}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", 100_000 * "[", '{"plan": 1e999}', b"\xff"])

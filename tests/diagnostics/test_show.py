@@ -1,5 +1,6 @@
 """Test the table and the plot of `timm-ortho show`, the sources of its models and weights, and its errors."""
 import io
+import json
 import math
 import struct
 import sys
@@ -129,6 +130,19 @@ def test_an_image_that_pillow_refuses_as_too_large(tmp_path, error_of):
     line = error_of("show", "vit_small_orthog", *TINY, "--image", tmp_path / "bomb.png")
     assert f"image {tmp_path / 'bomb.png'} cannot be used: Image size (3600000000 pixels) exceeds limit" in line
     assert line.endswith("make the image smaller first\n")
+
+
+@pytest.mark.parametrize("crop", [1e-4, -1])
+def test_a_configuration_that_enlarges_an_image(tmp_path, error_of, crop):
+    """timm resizes the image to the size of the model divided by crop_pct."""
+    hub.export(timm.create_model("vit_test_ortho"), tmp_path / "model", "me/model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["pretrained_cfg"]["crop_pct"] = crop
+    file.write_text(json.dumps(config))
+    Image.new("L", (8, 8)).save(tmp_path / "x.png")
+    error = error_of("show", f"local-dir:{tmp_path / 'model'}", "--image", tmp_path / "x.png")
+    assert f"would be resized to more than 16384 pixels: the model's crop_pct is {crop}" in error
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

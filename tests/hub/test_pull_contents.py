@@ -4,6 +4,7 @@ Folders and repositories have the same readers. Each kind of file has one table 
 read folders, and the last tests read repositories.
 """
 import json
+import os
 import pickle
 import shutil
 
@@ -86,6 +87,10 @@ CONFIGS = {
     **{name: (argument(**{name: value}), UNUSABLE + name) for name, value in dict(
         checkpoint_path="evil.pth", pretrained=False, cache_dir="x", pretrained_cfg={"file": "evil.pth"},
         pretrained_cfg_overlay={"file": "evil.pth"}).items()},
+    "surplus allowed": (argument(pretrained_strict=False), "model_args of config.json contain 'pretrained_strict'"),
+    "number as labels": (top(label_names=5), UNUSABLE + "pretrained_cfg.label_names is 5, but must be a list or a map"),
+    "text as mean": (cfg(mean=["a"]), UNUSABLE + r"pretrained_cfg.mean\[0\] is 'a', but must be a number"),
+    "text as crop": (cfg(crop_pct="a"), UNUSABLE + "pretrained_cfg.crop_pct is 'a', but must be a number"),
 }
 
 
@@ -139,7 +144,6 @@ WEIGHTS = [
     (lambda tensors: {"extra": torch.zeros(2), **without("norm.bias")(tensors)}, {}, {}, "missing: norm.bias; sur"),
     (only_extra, {}, {"num_classes": 2}, "missing: .* more"),
     (only_extra, {"features_only": True}, {}, "missing: .* more"),
-    (only_extra, {"pretrained_strict": False}, {}, "missing: .* more"),
 ]
 
 
@@ -151,6 +155,35 @@ def test_weights_that_do_not_fit(folder, change, in_file, of_call, message):
     config["model_args"] = {**config.get("model_args", {}), **in_file}
     (folder / "config.json").write_text(json.dumps(config))
     refused(folder, f"the weights do not fit {config['architecture']}: {message}", **of_call)
+
+
+@pytest.mark.parametrize(("layers", "change", "in_file", "of_call", "message"), [
+    ({"classifier": ["head", "blocks"]}, without("blocks"), {}, {"num_classes": 3}, "missing: blocks.0"),
+    ({"classifier": ["head", "blocks.0.mlp.fc1"]}, dict, {}, {"num_classes": 3}, None),
+    ({"classifier": ["head", "blocks"]}, without("blocks"), {"features_only": True}, {}, "missing: blocks.0"),
+    ({"first_conv": "blocks.0.mlp.fc1"}, changed(blocks__0__mlp__fc1__weight=torch.zeros(96, 3)), {}, {"in_chans": 2},
+     "wrong shape: blocks.0.mlp.fc1.weight"),
+])
+@pytest.mark.parametrize("original", ["vit_test_ortho"], indirect=True)
+def test_a_config_does_not_choose_the_layers_that_timm_replaces(folder, layers, change, in_file, of_call, message):
+    """timm makes these layers random if the number of classes or channels differs."""
+    stored = change(load_file(folder / "model.safetensors"))
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads(cfg(**layers)(json.loads((folder / "config.json").read_text())))
+    (folder / "config.json").write_text(json.dumps({**config, "model_args": {**config["model_args"], **in_file}}))
+    for load in (timm_ortho.pull, lambda path, **kwargs: timm.create_model(f"local-dir:{path}", True, **kwargs)):
+        if message:
+            with pytest.raises(WeightsError, match=message):
+                load(folder, **of_call)
+        else:
+            assert torch.equal(load(folder, **of_call).blocks[0].mlp.fc1.weight, stored["blocks.0.mlp.fc1.weight"])
+
+
+def test_weights_that_are_a_pipe(folder):
+    """To open a pipe waits for a writer."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refused(folder, r"model.safetensors cannot be read as a checkpoint \(it is not a file\)$")
 
 
 @pytest.mark.parametrize("change", [

@@ -107,6 +107,15 @@ def test_one_linked_image_is_refused(tmp_path, link):
     refused("1 of 12 training images is also a validation image, first .*/train/dog/3.png", root)
 
 
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_links_to_folders_that_are_read_already(tmp_path, dataset):
+    """With two links to its parent, a folder has 2**40 paths."""
+    root = image_folder(tmp_path, "train", "val")
+    for name in ("l1", "l2"):
+        (root / "train" / "cat" / name).symlink_to("..")
+    refused(f"{root}/train and {root}/train/cat/l[12] are the same folder: remove the link", root, dataset=dataset)
+
+
 def test_a_tar_file_cannot_contain_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
@@ -298,6 +307,16 @@ def test_a_class_that_a_class_map_lists_twice_is_refused(tmp_path):
     refused("class_map classes.txt has several lines with the same class", root, class_map="classes.txt")
 
 
+def test_class_maps_that_timm_reads_wrongly_are_refused(tmp_path):
+    """timm would skip the images of the first class, or wait for the writer of a pipe."""
+    root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
+    (root / "train" / "classes.txt").write_text("cat\ndog\nemu\n", encoding="utf-8-sig")
+    refused("class_map classes.txt begins with a byte order mark", root, class_map="classes.txt")
+    os.mkfifo(root / "train" / "pipe.txt")
+    for path in ("pipe.txt", str(root / "train" / "pipe.txt")):
+        refused(f"class_map {path} cannot be read: it is not a file", root, class_map=path)
+
+
 def test_class_map_is_refused_with_torchvision(tmp_path):
     """timm does not pass class_map to torchvision's data sets."""
     (tmp_path / "classes.txt").write_text("dog\ncat\n")
@@ -412,6 +431,12 @@ def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, brok
     refused(rf"image {path} cannot be read \(No such file", root)
     path.unlink()
     first = root / "train" / "cat" / "0.png"
+    first.unlink()
+    os.mkfifo(first)
+    path = written(tmp_path, grid={}, hold_out=4, representation=False)
+    with pytest.raises(LabError, match=f"image {first} is empty"):
+        plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE))
+    first.unlink()
     first.write_bytes(b"no image")
     refused(rf"image {first} cannot be used \(UnidentifiedImageError", root)
 

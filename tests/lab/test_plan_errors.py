@@ -1,6 +1,5 @@
 """planning/: studies, commands and options that are refused before anything is written."""
 import math
-from datetime import date
 
 import pytest
 import yaml
@@ -25,9 +24,11 @@ from timm_ortho.lab.running import run
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
     (dict(grid={"x": {"a": 3}}), "value 'a': its changes must be a mapping, such as {batch_size: 512}, not 3"),
     (dict(grid={"lr": []}), "axis 'lr' has no values: list at least one, or remove the axis"),
-    (dict(grid={"lr": {date(2026, 1, 31): {}}}), "axis 'lr': a value must be text or a number, not datetime.date(2026"),
-    (dict(grid={"lr": [1.0, math.inf]}), "axis 'lr': a value must be text or a number, not inf: write it in quotes"),
     (dict(grid={True: {"a": {}}}), "grid has the key True, but a key must be text: write it in quotes"),
+    (dict(grid={"lr": [math.inf]}), "axis 'lr': a value must be text or a finite number, not inf"),
+    (dict(grid={"lr": [0.1, math.nan]}), "axis 'lr': a value must be text or a finite number, not nan"),
+    (dict(grid={"lr": [0.1, 0.2]}, seeds=5001), "cells of the grid times seeds are 10002, but must be at most 10,000"),
+    (dict(seeds=3 * 10**30), "cells of the grid times seeds are 60000000000"),
     (dict(grid={"x": {"a": {"model_kwargs": "depth=2"}}}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
     (dict(options={"model_kwargs": "depth=2"}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),

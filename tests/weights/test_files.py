@@ -347,7 +347,12 @@ def test_shards_are_existing_files(tmp_path, monkeypatch, capsys, options, names
 def test_shards_that_may_be_read(tmp_path):
     (tmp_path / "a.tar").touch()
     (tmp_path / "_info.json").write_text(json.dumps({"splits": {"val": {"filenames": ["a.tar"]}}}))
-    check_shards(Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="a.tar|8", val_split="val"))
+    options = Namespace(dataset="wds/x", data_dir=str(tmp_path), train_split="a.tar|8", val_split="val")
+    check_shards(options)
+    for content in ("[" * 100_000, "[]", '{"splits": {"val": 1}}'):
+        (tmp_path / "_info.json").write_text(content)
+        with pytest.raises(LabError, match=r"_info\.json is not timm's description of shards"):
+            check_shards(options)
 
 
 def test_a_description_of_shards_that_is_not_timms(tmp_path):

@@ -15,6 +15,7 @@ from .._text import aligned, svg_text
 from ..model_sites import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
+_LARGEST = 2**14  # pixels of an edge
 _BAR = 10  # length of the bar of a cosine of 1 or -1, in characters
 
 MeasuredSites = List[Tuple[Site, SiteDynamics]]
@@ -104,4 +105,7 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
         raise ValueError(f"image {image} cannot be read: {error.strerror or 'its format is not known'}") from None
     except ValueError as error:
         raise ValueError(f"image {image} cannot be used: {error}") from None
+    if not max(config["input_size"][1:]) <= config["crop_pct"] * _LARGEST:  # a checkpoint may contain the configuration
+        raise ValueError(f"image {image} would be resized to more than {_LARGEST} pixels: the model's crop_pct is "
+                         f"{config['crop_pct']}")
     return create_transform(**config, is_training=False)(picture)[None]

@@ -216,7 +216,7 @@ def check_shards(options: Namespace) -> None:
         try:
             splits = json.loads(file.read_text(encoding="utf-8"))["splits"].values()
             paths += [os.path.join(folder, name) for split in splits for name in split["filenames"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LabError(f"{file} is not timm's description of shards ({one_line(error)})") from None
     for path in paths:
         if not _PLAIN_PATH.fullmatch(path) or not os.path.exists(path):

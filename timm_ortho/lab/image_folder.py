@@ -77,28 +77,29 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 
 def check_files(options: Namespace, split: str) -> None:
-    """Raise a LabError if a split's folder has images whose format timm's reader skips.
+    """Raise a LabError if a split's folder contains a folder twice, or images whose format timm's reader skips.
 
-    If there is a class map, check only folders that are named after its classes, because timm reads no other folders. A
-    class map for torchvision's folder, which ignores it, is also an error.
+    With two links to one of its parents, a folder has billions of paths. If there is a class map, check only images in
+    folders that are named after its classes, because timm reads no other folders. A class map for torchvision's folder,
+    which ignores it, is also an error.
     """
+    root = search_split(options.data_dir, split)
+    folders: dict[str, tuple[str, list[str]]] = {}
+    for folder, _, files in os.walk(root, followlinks=True):
+        first, _ = folders.setdefault(os.path.realpath(folder), (folder, files))
+        if first != folder:
+            raise LabError(f"{first} and {folder} are the same folder: remove the link")
     if is_torchvision_folder(options):
         if options.class_map:
             raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
         return
-    root = search_split(options.data_dir, split)
-    try:
-        classes = load_class_map(options.class_map, root) if options.class_map else {}
-    except (AssertionError, OSError, ValueError) as error:
-        raise LabError(f"class_map {options.class_map} cannot be read: {one_line(error)}") from None
-    if classes and len(classes) <= max(classes.values()):  # a class has the number of its last line
-        raise LabError(f"class_map {options.class_map} has several lines with the same class: remove all but one")
+    classes = _numbers_of_classes(options.class_map, root) if options.class_map else {}
     if options.input_key:  # it sets the reader's file types
         return
     unread = {suffix for suffix, kind in Image.registered_extensions().items()
               if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also lists .pdf, .mpg and .h5
     unread -= get_img_extensions(as_set=True)
-    skipped = [os.path.join(folder, file) for folder, _, files in os.walk(root, followlinks=True)
+    skipped = [os.path.join(folder, file) for folder, files in folders.values()
                if not classes or os.path.basename(folder) in classes
                for file in files if _suffix(file) in unread]
     if skipped:
@@ -106,6 +107,23 @@ def check_files(options: Namespace, split: str) -> None:
         which = f"image of '{root}' has a format" if len(skipped) == 1 else f"images of '{root}' have formats"
         raise LabError(f"{len(skipped)} {which} that timm's reader skips ({counts}), first {min(skipped)}: convert "
                        f"{'it' if len(skipped) == 1 else 'them'} to PNG or JPEG")
+
+
+def _numbers_of_classes(class_map: str, root: str) -> dict[str, int]:
+    """Return the contents of a class map. A LabError refuses contents that timm reads wrongly."""
+    try:
+        path = class_map if os.path.exists(class_map) else os.path.join(root, class_map)
+        if os.path.exists(path) and not os.path.isfile(path):  # nothing ever arrives from some pipes
+            raise LabError("it is not a file")
+        classes = load_class_map(class_map, root)
+    except (AssertionError, OSError, ValueError) as error:
+        raise LabError(f"class_map {class_map} cannot be read: {one_line(error)}") from None
+    if any(name.startswith("\ufeff") for name in classes):
+        raise LabError(f"class_map {class_map} begins with a byte order mark, which timm reads as part of the first "
+                       "class: save the file as UTF-8 without this mark")
+    if classes and len(classes) <= max(classes.values()):  # a class has the number of its last line
+        raise LabError(f"class_map {class_map} has several lines with the same class: remove all but one")
+    return classes
 
 
 def _suffix(path: str) -> str:
@@ -206,7 +224,7 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
 
 def fingerprint(*datasets: Any) -> Optional[str]:
     """Return a digest of the names and sizes of all image files, None if the data sets have no files."""
-    files = [(name, os.path.getsize(path)) for part in datasets
+    files = [(name, _status(path).st_size) for part in datasets
              for name, path in zip(_names(part), _paths(part), strict=True)]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:16] if files else None
 
@@ -225,14 +243,20 @@ def _names(dataset: Any) -> list[str]:
 
 def _identity(path: str) -> Any:
     """Return a value that identifies a file: it is equal for all links to the file."""
+    status = _status(path)
+    # on a file system without inode numbers, st_ino is 0
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+
+
+def _status(path: str) -> os.stat_result:
+    """Return the status of an image file. A missing or empty file, such as a pipe, raises a LabError."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise LabError(f"image {path} cannot be read ({error.strerror}): remove or replace it") from None
     if not status.st_size:
         raise LabError(f"image {path} is empty: remove or replace it")
-    # on a file system without inode numbers, st_ino is 0
-    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+    return status
 
 
 # ------------------------------------------------------------------------------------- timm's data sets

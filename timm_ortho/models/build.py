@@ -20,7 +20,15 @@ from .._compat import adapt_model_from_file, takes_source_arguments
 from ..convert import IMPORT_TAG, SUFFIXES, base_name, connect, pop_connect_arguments
 from ..diagnostics import record_if_requested
 from ..weights import WeightsError
-from ..weights.checks import check_classes, check_finite, checked, located, naming_the_source, restore_source
+from ..weights.checks import (
+    check_arguments,
+    check_finite,
+    checked,
+    checked_fields,
+    located,
+    naming_the_source,
+    restore_source,
+)
 from ..weights.pretrained import pretrained_cfgs
 
 
@@ -40,7 +48,7 @@ def create(
     of_file = kwargs.pop("pretrained_model_args", None)
     with naming_the_source(pretrained_cfg):
         if pretrained and of_file is not None:
-            check_classes(resolve_pretrained_cfg(name, pretrained_cfg), of_file)
+            check_arguments(resolve_pretrained_cfg(name, pretrained_cfg), of_file)
         arguments = pop_connect_arguments(kwargs, default) if default else None
         own_cfg = _own_pretrained_cfg(name, pretrained_cfg)
         cfg = resolve_pretrained_cfg(name, own_cfg, kwargs.get("pretrained_cfg_overlay"))
@@ -107,8 +115,9 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
     """Return the requested configuration. A tag or None selects a configuration of the variant, not of timm's model."""
     if requested and not isinstance(requested, str):  # of a config.json, or of timm's model
-        is_dict = isinstance(requested, dict)
-        return {**requested, "architecture": name} if is_dict else replace(requested, architecture=name)
+        if isinstance(requested, dict):
+            return {**checked_fields(requested, name), "architecture": name}
+        return replace(requested, architecture=name)
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
         requested = None
     return get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)

@@ -10,11 +10,12 @@ from inspect import signature
 from pathlib import Path, PureWindowsPath
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
-from timm.models import PretrainedCfg
+from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._text import error_text
+from .._kinds import ANY, NULL, NUMBER, SINGLE, TEXT, checked as check_kind, optional
+from .._text import UserError, error_text
 from . import WeightsError
 from .download import CacheDir, fetch
 from .files import load_state_dict
@@ -59,6 +60,27 @@ def _safetensors_name(cfg: PretrainedCfg) -> str:
     return name
 
 
+def _is_of_file(cfg: Any) -> bool:
+    """Return whether timm read a configuration from a config.json."""
+    return isinstance(cfg, dict) and cfg.get("source") in ("hf-hub", "local-dir")
+
+
+_FIELDS = {**optional("mean std", [NUMBER]), **optional("crop_pct", NUMBER), **optional("interpolation", TEXT),
+           "label_names": ([SINGLE], {...: SINGLE}, NULL), ...: ANY}
+
+
+def checked_fields(cfg: Dict[str, Any], name: str) -> Dict[str, Any]:
+    """Return a configuration. If timm read it from a config.json, check it, and use the architecture's own layers.
+
+    timm makes weights of the layers ``classifier`` and ``first_conv`` random if they have other sizes.
+    """
+    if not _is_of_file(cfg):
+        return cfg
+    registered = get_pretrained_cfg(name.partition(".")[0])
+    layers = {key: getattr(registered, key, None) for key in ("classifier", "first_conv")}
+    return {**check_kind(cfg, _FIELDS, "pretrained_cfg"), **layers}
+
+
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
     """Restore the original source in ``model.pretrained_cfg``, instead of the values from :func:`located`."""
     for key in ("file", "state_dict", "source", "tag"):
@@ -71,19 +93,19 @@ def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
 def naming_the_source(cfg: Any) -> Iterator[None]:
     """Name the repository or folder of a config.json in errors about the arguments that build its model.
 
-    ``cfg`` is the argument ``pretrained_cfg`` of an entry point: a dict with ``source`` if timm read a config.json.
+    ``cfg`` is the argument ``pretrained_cfg`` of an entry point.
     """
     try:
         yield
     except WeightsError:
         raise
     except Exception as error:  # with bad arguments, timm's constructors raise any exception
-        if not isinstance(cfg, dict) or cfg.get("source") not in ("hf-hub", "local-dir"):
+        if not _is_of_file(cfg):
             raise
         source = _source_name(PretrainedCfg(**{key: cfg.get(key) for key in ("source", "hf_hub_id", "file")}))
         raise WeightsError(
             f"{source}: the arguments of its config.json and of the call cannot build a model: "
-            f"{error_text(error, named=True)}") from error
+            f"{error_text(error, named=not isinstance(error, UserError))}") from error
 
 
 def _source_name(cfg: PretrainedCfg) -> str:
@@ -175,11 +197,13 @@ def _warn_of_new_classifier(state_dict: Tensors, own: Tensors, cfg: PretrainedCf
             f"add num_classes={classes} to pretrained_cfg_overlay", stacklevel=2)
 
 
-def check_classes(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
-    """Raise WeightsError for two or negative numbers of classes in a config.json: timm would make a random classifier.
+def check_arguments(cfg: PretrainedCfg, arguments: Mapping[str, Any]) -> None:
+    """Raise WeightsError if ``arguments``, the ``model_args`` of a config.json, change how its weights are loaded.
 
-    ``arguments`` are its ``model_args``.
+    With two or negative numbers of classes, timm would make a random classifier.
     """
+    if "pretrained_strict" in arguments:
+        raise _misfit(cfg, "model_args of config.json contain 'pretrained_strict', which only the caller may set")
     classes = arguments.get("num_classes", cfg.num_classes)
     if classes != cfg.num_classes or classes < 0:
         raise _misfit(cfg, f"config.json has {cfg.num_classes} classes and, with its model_args, {classes}")

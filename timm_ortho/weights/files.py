@@ -1,4 +1,5 @@
 """Read files of weights without running code from them. The package reads every checkpoint here."""
+import os
 import pickle
 import re
 import warnings
@@ -28,6 +29,8 @@ def load_checkpoint(path: Path_) -> Any:
         OSError: The file cannot be opened.
         WeightsError: The file is damaged, or contains other objects. The message is one line.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # nothing ever arrives from some pipes
+        raise WeightsError(f"{path} cannot be read as a checkpoint (it is not a file)")
     # safe_globals forbids its classes when it exits, also those that the caller has allowed.
     missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     try:
@@ -78,9 +81,13 @@ def load_state_dict(path: Path_, use_ema: bool = True) -> Dict[str, Tensor]:
 def tensors_by_name(weights: Any, path: Path_) -> Dict[str, Tensor]:
     """Return the weights in a file without prefixes of wrappers; raise WeightsError unless they are a state dict."""
     if not isinstance(weights, dict) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
-        raise WeightsError(f"{path} cannot be read as a checkpoint (it has no dict of tensors by name)")
-    return clean_state_dict(weights)
+            isinstance(name, str) and isinstance(value, Tensor) and not value.is_complex()  # torch drops the imaginary
+            for name, value in weights.items()):  # part
+        raise WeightsError(f"{path} cannot be read as a checkpoint (it has no dict of real tensors by name)")
+    cleaned = clean_state_dict(weights)
+    if len(cleaned) < len(weights):
+        raise WeightsError(f"{path} cannot be read as a checkpoint (some tensors differ only in a wrapper's prefix)")
+    return cleaned
 
 
 def load_weights(model: nn.Module, path: Path_, use_ema: bool = True) -> None:

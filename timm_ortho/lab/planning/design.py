@@ -48,6 +48,7 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 * A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """
 import itertools
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -65,6 +66,7 @@ from . import recipe
 from .study_file import SCALES, merged, read
 
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
+_MOST_RUNS = 10_000  # of each connection
 _CELL = frozenset("model recipe connections connection switch paper_data".split())
 
 # Options that cannot be an axis: the data set is opened once for all cells, and each cell is trained with each seed.
@@ -273,8 +275,8 @@ def _axis(axis: str, entry: Any) -> dict:
     if not isinstance(entry, dict):
         raise LabError(f"axis '{axis}' must be a list of values, or a mapping from values to changes")
     for label in entry:
-        if not SINGLE.fits(label):  # YAML reads 2026-01-31 as a date
-            raise LabError(f"axis '{axis}': a value must be text or a number, not {label!r:.60}: write it in quotes")
+        if not SINGLE.fits(label):
+            raise LabError(f"axis '{axis}': a value must be text or a finite number, not {label!r:.60}")
     return {label: _changes(axis, label, changes or {}) for label, changes in entry.items()}
 
 
@@ -313,6 +315,9 @@ def _check(design: Design) -> None:
     for axis, values in design.grid.items():
         if not values:
             raise LabError(f"axis '{axis}' has no values: list at least one, or remove the axis")
+    runs = math.prod(map(len, design.grid.values())) * design.seeds
+    if runs > _MOST_RUNS:
+        raise LabError(f"cells of the grid times seeds are {runs!s:.20}, but must be at most {_MOST_RUNS:,}")
     for key, value in design.baseline.items():
         if key != "connection" and value not in list(design.grid.get(key, {})):  # `value` may be unhashable
             raise LabError(f"the baseline is {value!r} on axis '{key}', which has no such value")
