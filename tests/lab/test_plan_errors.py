@@ -28,7 +28,7 @@ from timm_ortho.lab.running import run
     (dict(grid={"lr": [math.inf]}), "axis 'lr': a value must be text or a finite number, not inf"),
     (dict(grid={"lr": [0.1, math.nan]}), "axis 'lr': a value must be text or a finite number, not nan"),
     (dict(grid={"lr": [0.1, 0.2]}, seeds=5001), "cells of the grid times seeds are 10002, but must be at most 10,000"),
-    (dict(seeds=3 * 10**30), "cells of the grid times seeds are 60000000000"),
+    (dict(seeds=3 * 10**30), "seeds is 3000000000000000000000000000000, but must be a whole number of at least 1"),
     (dict(grid={"x": {"a": {"model_kwargs": "depth=2"}}}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
     (dict(options={"model_kwargs": "depth=2"}), "option 'model_kwargs' is 'depth=2', but must be a mapping"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' is a list, so its name must be an option: a study accepts"),

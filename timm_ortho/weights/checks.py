@@ -14,7 +14,7 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._kinds import ANY, NULL, NUMBER, SINGLE, TEXT, checked as check_kind, optional
+from .._kinds import ANY, MISSING, NULL, NUMBER, SINGLE, TEXT, checked as check_kind, optional
 from .._text import UserError, error_text
 from . import WeightsError
 from .download import CacheDir, fetch
@@ -66,7 +66,7 @@ def _is_of_file(cfg: Any) -> bool:
 
 
 _FIELDS = {**optional("mean std", [NUMBER]), **optional("crop_pct", NUMBER), **optional("interpolation", TEXT),
-           "label_names": ([SINGLE], {...: SINGLE}, NULL), ...: ANY}
+           "label_names": ([SINGLE], {...: SINGLE}, NULL, MISSING), ...: ANY}
 
 
 def checked_fields(cfg: Dict[str, Any], name: str) -> Dict[str, Any]:
