@@ -53,7 +53,7 @@ RECORDS, PROBE, FEATURES = "records.jsonl", "probe.jsonl", "features.npy"
 SWITCHED = "switched"  # folder of the second stage
 LARGEST = 2**22  # bytes of run.json and args.yaml; the largest part is a list of class names, 30 kB for ImageNet-1k
 PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
-_MOST = 10_000  # values of the options in a checkpoint; train.py has about 200
+_MOST = 100_000  # values of the options in a checkpoint; train.py has about 200, and names of classes
 BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 
 
@@ -247,7 +247,7 @@ def _epochs(text: str) -> list[dict]:
     for row in csv_rows(text):
         if (row["epoch"] or "").isdecimal():
             metrics = {key: float(value) for key, value in row.items()
-                       if value and key and key[0].isalpha()}  # a spreadsheet would run "=..." in history.csv
+                       if value and key and key[0] not in "=+-@"}  # a spreadsheet would run them in history.csv
             values = checked({**without_nan(metrics), "epoch": int(row["epoch"])}, EPOCH_KIND, "row")
             while history and history[-1]["epoch"] >= values["epoch"]:
                 history.pop()

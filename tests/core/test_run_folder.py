@@ -65,9 +65,9 @@ def test_a_run_whose_model_timm_would_download(tmp_path):
 
 @pytest.mark.parametrize("content", [
     "epoch,eval_top1\n0,abc\n", "top1\n1.0\n", "epoch\n0\n\xff", "epoch\n" + "9" * 400 + "\n",
-    "epoch,eval_top1\n0,101\n", "epoch,train_loss\n0,1e200\n", "epoch" + 32 * ",a" + "\n0\n",
-    "epoch\n" + (2**18 + 1) * "0\n"])
-def test_a_damaged_history_is_refused_in_one_line(tmp_path, content):
+    "epoch,eval_top1\n0,101\n", "epoch,train_loss\n0,1e200\n", "epoch" + 99 * ",a" + 3 * "\n0" + "\n"])
+def test_a_damaged_history_is_refused_in_one_line(tmp_path, content, monkeypatch):
+    monkeypatch.setattr("timm_ortho._text.FIELDS", 200)
     folder = timm_run(tmp_path / "run", epochs=1)
     (folder / "summary.csv").write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=r"summary.csv is not a table of epochs \(.*\): remove it$"):
@@ -158,7 +158,7 @@ def test_options_of_any_size_in_a_checkpoint(tmp_path, value):
     """A small pickle can contain lists that have billions of values when they are printed or copied."""
     for options in (dict(model="vit_test", foo=value), dict(model=value)):
         torch.save({"state_dict": {}, "args": Namespace(**options)}, tmp_path / "a.pth.tar")
-        with pytest.raises(RunError, match=r"a.pth.tar cannot be read \(its options have more than 20 levels or 10,0"):
+        with pytest.raises(RunError, match=r"a.pth.tar cannot be read \(its options have more than 20 levels or 100,0"):
             CheckpointRun(tmp_path / "a.pth.tar")
 
 

@@ -343,3 +343,11 @@ def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
     card = str(hub.export(folder / "recovery-2-5.pth.tar", tmp_path / "out", "me/model"))
     assert "Not measured on these weights: they were saved in the middle of an epoch." in card
     assert "top-1 of these weights" not in card
+
+
+def test_a_configuration_that_a_caller_changes_is_no_file(tmp_path):
+    """timm's and callers' values of ``mean`` are tuples. A config.json has lists."""
+    hub.export(timm.create_model("vit_test_ortho", num_classes=3), tmp_path / "m", "me/m")
+    model = timm.create_model(
+        f"local-dir:{tmp_path / 'm'}", pretrained=True, pretrained_cfg_overlay=dict(mean=(0.5, 0.5, 0.5)))
+    assert timm.create_model("vit_test_ortho", pretrained_cfg=model.pretrained_cfg).num_classes == 3

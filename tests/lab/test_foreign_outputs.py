@@ -160,7 +160,7 @@ def test_the_error_of_a_run_is_one_line(theirs, capsys, monkeypatch):
     assert cli.main(["study", "status", str(theirs)]) == 0
     assert cli.main(["study", "report", str(theirs)]) == 0
     assert study.run(compared(theirs, ["linear"], epochs=1)) == 0
-    shown = [line for line in capsys.readouterr().out.split("\n") if r"a linear-seed9 finished\x1b[2Jbbb" in line]
+    shown = [line for line in capsys.readouterr().out.split("\n") if r"a linear-seed9  finished\x1b[2Jbbb" in line]
     assert len(shown) == 3
     assert max(map(len, shown)) < 2100
 
@@ -244,15 +244,15 @@ def test_versions_of_a_study_may_be_null():
     (gzip.compress(b"run,epoch\n0,\xff\n", mtime=0), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
     (gzip.compress(b"epoch\n0\n", mtime=0), "row[0] has an unknown key, or lacks one: 'run'"),
     (gzip.compress(b"run,epoch\n0,0,0\n", mtime=0), "row[0]. is ['0'], but must be a number"),
-    (gzip.compress(b"run,epoch\n" + 101 * b"0,0\n", mtime=0), "it has more than 100 rows"),
-    (gzip.compress(b"run,epoch" + 31 * b",a" + b"\n0,0\n", mtime=0), "it has more than 32 columns"),
+    (gzip.compress(b"run,epoch\n" + 101 * b"0,0\n", mtime=0), "it has more than 200 fields"),
+    (gzip.compress(b"run,epoch" + 99 * b",a" + 2 * b"\n0,0", mtime=0), "it has more than 200 fields"),
     *((gzip.compress(b"run,epoch\n0," + epoch + b"\n", mtime=0), f"row[0].epoch is {shown}, but must be a whole number")
       for epoch, shown in ((b"abc", "'abc'"), (b"", "None"), (b"1e999", "inf"), (b"9" * 400, "9" * 60),
                            (b"[" * 900, "'" + "[" * 59))),
     (gzip.compress(b"run,epoch,eval_top1\n0,0,nan\n", mtime=0), "row[0].eval_top1 is nan, but must be a number from 0"),
 ])
 def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, content, reason):
-    monkeypatch.setattr("timm_ortho._text.ROWS", 100)
+    monkeypatch.setattr("timm_ortho._text.FIELDS", 200)
     values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
     published.write(tmp_path, values, runs)
     assert published.read(tmp_path)[1] == runs

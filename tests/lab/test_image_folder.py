@@ -116,6 +116,14 @@ def test_links_to_folders_that_are_read_already(tmp_path, dataset):
     refused(f"{root}/train and {root}/train/cat/l[12] are the same folder: remove the link", root, dataset=dataset)
 
 
+def test_a_class_map_may_leave_out_a_link_to_another_class(tmp_path):
+    root = image_folder(tmp_path, "train", "val")
+    (tmp_path / "map.txt").write_text("cat\ndog\n")
+    (root / "train" / "alias").symlink_to(root / "train" / "cat")
+    refused("alias and .*cat are the same folder|cat and .*alias are the same folder", root)
+    options_of(root, class_map=str(tmp_path / "map.txt"))
+
+
 def test_a_tar_file_cannot_contain_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")

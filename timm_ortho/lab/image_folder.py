@@ -84,17 +84,17 @@ def check_files(options: Namespace, split: str) -> None:
     which ignores it, is also an error.
     """
     root = search_split(options.data_dir, split)
+    if options.class_map and is_torchvision_folder(options):
+        raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
+    classes = _numbers_of_classes(options.class_map, root) if options.class_map else {}
     folders: dict[str, tuple[str, list[str]]] = {}
-    for folder, _, files in os.walk(root, followlinks=True):
+    for folder, below, files in os.walk(root, followlinks=True):
+        if classes and not below and os.path.basename(folder) not in classes:
+            continue
         first, _ = folders.setdefault(os.path.realpath(folder), (folder, files))
         if first != folder:
             raise LabError(f"{first} and {folder} are the same folder: remove the link")
-    if is_torchvision_folder(options):
-        if options.class_map:
-            raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
-        return
-    classes = _numbers_of_classes(options.class_map, root) if options.class_map else {}
-    if options.input_key:  # it sets the reader's file types
+    if options.input_key or is_torchvision_folder(options):  # input_key sets the reader's file types
         return
     unread = {suffix for suffix, kind in Image.registered_extensions().items()
               if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also lists .pdf, .mpg and .h5

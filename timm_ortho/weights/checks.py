@@ -76,9 +76,10 @@ def checked_fields(cfg: Dict[str, Any], name: str) -> Dict[str, Any]:
     """
     if not _is_of_file(cfg):
         return cfg
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in cfg.items()}  # of an overlay
     registered = get_pretrained_cfg(name.partition(".")[0])
-    layers = {key: getattr(registered, key, None) for key in ("classifier", "first_conv")}
-    return {**check_kind(cfg, _FIELDS, "pretrained_cfg"), **layers}
+    layers = {key: getattr(registered, key, None) or cfg.get(key) for key in ("classifier", "first_conv")}
+    return {**check_kind(plain, _FIELDS, "pretrained_cfg"), **layers}
 
 
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
