@@ -58,9 +58,6 @@ def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
     ``dims=None`` means all axes except the first.
     """
     ndim = x.dim()
-    if (dims is not None and len(dims) == 1 and -ndim <= dims[0] < ndim and x.shape == f.shape
-            and x.device == f.device and x.is_floating_point() and f.is_floating_point()):
-        return dims  # fast
     axes = list(range(1, ndim)) if dims is None else dims
     if x.shape != f.shape:
         problem = "stream and branch output must have the same shape"
@@ -68,7 +65,8 @@ def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
         problem = f"stream and branch output must be on the same device, got x on {x.device} and f on {f.device}"
     elif not (x.is_floating_point() and f.is_floating_point()):
         problem = f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}"
-    elif not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes):
+    elif not (len(axes) == 1 and -ndim <= axes[0] < ndim) and (  # the first condition is fast
+            not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes)):
         dim = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
         problem = f"dim must be one or more different axes in [{-ndim}, {ndim - 1}], got {dim}"
     else:

@@ -83,7 +83,7 @@ def printable(text: str) -> str:
 def plain_lines(value: Any) -> Any:
     """Return a copy of nested dicts and lists in which each text is one line of printable characters.
 
-    It has " ... " in place of the middle of more than 2,000 characters.
+    Beyond 2,000 characters, " ... " replaces the middle.
 
     >>> plain_lines({"title": "a\\n\\x1b[2J"})
     {'title': 'a \\\\x1b[2J'}

@@ -19,7 +19,7 @@ from timm_ortho.convert import is_variant
 from timm_ortho.lab.data import Digits
 from timm_ortho.lab.planning import recipe
 from timm_ortho.models.build import register
-from timm_ortho.weights import pretrained
+from timm_ortho.weights import checks, pretrained
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ["vit_test_linear.digits", "vit_test_ortho.digits", "vit_test_orthog.digits"]
@@ -335,3 +335,10 @@ weights = safetensors.torch.load_file({str(small[1])!r})
 answer(torch.equal(model.norm.weight, weights["vit.layernorm.weight"]))
 """)
     assert result.answer is True, result.output
+
+
+def test_layers_that_the_registry_lacks_are_not_those_of_a_file():
+    """A few architectures of timm have no classifier or first convolution in their configurations."""
+    fields = checks.checked_fields(
+        {"source": "local-dir", "classifier": "blocks", "first_conv": ["blocks.0"]}, "an_unknown_architecture")
+    assert (fields["classifier"], fields["first_conv"]) == (None, None)

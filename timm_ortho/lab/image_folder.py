@@ -79,7 +79,7 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 def check_files(options: Namespace, split: str) -> None:
     """Raise a LabError if a split's folder contains a folder twice, or images whose format timm's reader skips.
 
-    With two links to one of its parents, a folder has billions of paths. If there is a class map, check only images in
+    Two links to a parent folder give a folder billions of paths. If there is a class map, check only images in
     folders that are named after its classes, because timm reads no other folders. A class map for torchvision's folder,
     which ignores it, is also an error.
     """

@@ -144,8 +144,8 @@ def why_not_triton(device: str) -> Optional[str]:
     return None
 
 
-# Norms that the kernels can compute together with the update, without subclasses, such as parametrized norms, and the
-# names of their parameters.
+# Norms that the kernels can compute together with the update, and the names of their parameters. Subclasses, such as
+# parametrized norms, are not included.
 NORMS = {nn.LayerNorm: {"weight", "bias"}, LayerNorm: {"weight", "bias"}, nn.RMSNorm: {"weight"}, RmsNorm: {"weight"}}
 
 

@@ -22,7 +22,7 @@ from .norm import BACKWARD_PER_THREAD, LONGEST_NORM, WARPS, norm_gradients_kerne
 LONGEST_ROW, LONGEST_COLUMN = 8192, 2048  # longest projections in one tile
 TILE = 512  # elements of each tensor in a tile of rows (at least one row): one warp then sums a row without a barrier
 LONG_TILE, MOST_PIECES = 4096, 1024  # of a long row: elements in a tile, and most pieces that are summed separately
-COLUMNS, MOST_BYTES, PIXELS = 4096, 32768, 16  # elements in a tile of columns, most bytes, and least pixels
+COLUMNS, MOST_BYTES, PIXELS = 4096, 32768, 16  # per tile of columns: elements, most bytes, least pixels
 PER_THREAD = 16  # elements of each tensor per thread: two 16-byte loads in half precision, four in float32
 PER_THREAD_OF_COLUMNS = 8  # with 16, a kernel needs more than 64 registers, and half as many warps run at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +38,8 @@ _runtime = triton.knobs.runtime
 class Launch:
     """A launch of one kernel with constant sizes. The kernel's arguments are pointers, then constants.
 
-    Triton derives a kernel's types and alignments from its arguments at each launch. Here only addresses change, so a
-    compiled kernel is launched again directly if all addresses are aligned to 16 bytes, in a quarter of the time. Hooks
+    Triton derives a kernel's types and alignments from its arguments at each launch. Here only addresses change. If all
+    are aligned to 16 bytes, a compiled kernel is launched again directly, in a quarter of the time. Hooks
     of kernels, for example of a profiler, need a launch by Triton.
     """
 

@@ -78,7 +78,7 @@ def checked_fields(cfg: Dict[str, Any], name: str) -> Dict[str, Any]:
         return cfg
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in cfg.items()}  # of an overlay
     registered = get_pretrained_cfg(name.partition(".")[0])
-    layers = {key: getattr(registered, key, None) or cfg.get(key) for key in ("classifier", "first_conv")}
+    layers = {key: getattr(registered, key, None) for key in ("classifier", "first_conv")}
     return {**check_kind(plain, _FIELDS, "pretrained_cfg"), **layers}
 
 

@@ -150,7 +150,7 @@ def lines_chart(panels: Sequence[Panel], shared: bool = False) -> Figure:
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    # matplotlib refuses a list of whole numbers of which one does not fit into 64 bits
+    # matplotlib refuses lists with whole numbers of more than 64 bits
     bands = {name: (np.array(x, dtype=float), *_spread(curves)) for name, (_, x, curves) in panel.lines.items()}
     for name, (look, x, curves) in panel.lines.items():
         if panel.points:

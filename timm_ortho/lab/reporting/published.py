@@ -127,6 +127,6 @@ def _parsed(text: Any) -> Any:
     for number in (int, float):
         try:
             return number(text)
-        except (ValueError, TypeError):  # a TypeError for None of a short row, and for the rest of a long row
+        except (ValueError, TypeError):  # TypeError: short rows have None, and long rows a list
             pass
     return text or None
