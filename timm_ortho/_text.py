@@ -152,21 +152,22 @@ def csv_text(rows: Sequence[Mapping[str, Any]], columns: Optional[Sequence[str]]
     return text.getvalue()
 
 
-FIELDS = 2**23  # the largest table of this project has 9,505 rows and 13 columns
+ROWS, FIELDS = 2**18, 2**23  # the largest table of this project has 9,505 rows and 13 columns
 
 
 def csv_rows(text: str) -> List[Dict[Any, Any]]:
     """Return the rows of CSV below its header, as texts by column. The column "" has the rest of a row that is longer.
 
     Raises:
-        UserError: Rows times columns are more than `FIELDS`, which fill the memory even if rows are short.
+        UserError: There are more than `ROWS` rows, or rows times columns are more than `FIELDS`. They fill the memory.
         csv.Error: The text is not CSV.
     """
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
-    most = FIELDS // max(1, len(reader.fieldnames or ()))
+    columns = len(reader.fieldnames or ())
+    most = min(ROWS, FIELDS // max(1, columns))
     rows = list(islice(reader, most + 1))
     if len(rows) > most:
-        raise UserError(f"it has more than {FIELDS:,} fields")
+        raise UserError(f"it has more than {most:,} rows of {columns:,} columns")
     return rows
 
 

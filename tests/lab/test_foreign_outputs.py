@@ -244,8 +244,9 @@ def test_versions_of_a_study_may_be_null():
     (gzip.compress(b"run,epoch\n0,\xff\n", mtime=0), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
     (gzip.compress(b"epoch\n0\n", mtime=0), "row[0] has an unknown key, or lacks one: 'run'"),
     (gzip.compress(b"run,epoch\n0,0,0\n", mtime=0), "row[0]. is ['0'], but must be a number"),
-    (gzip.compress(b"run,epoch\n" + 101 * b"0,0\n", mtime=0), "it has more than 200 fields"),
-    (gzip.compress(b"run,epoch" + 99 * b",a" + 2 * b"\n0,0", mtime=0), "it has more than 200 fields"),
+    (gzip.compress(b"run,epoch\n" + 101 * b"0,0\n", mtime=0), "it has more than 100 rows of 2 columns"),
+    (gzip.compress(b"run" + 151 * b"\n0", mtime=0), "it has more than 150 rows of 1 columns"),
+    (gzip.compress(b"run,epoch" + 99 * b",a" + 2 * b"\n0,0", mtime=0), "it has more than 1 rows of 101 columns"),
     *((gzip.compress(b"run,epoch\n0," + epoch + b"\n", mtime=0), f"row[0].epoch is {shown}, but must be a whole number")
       for epoch, shown in ((b"abc", "'abc'"), (b"", "None"), (b"1e999", "inf"), (b"9" * 400, "9" * 60),
                            (b"[" * 900, "'" + "[" * 59))),
@@ -253,6 +254,7 @@ def test_versions_of_a_study_may_be_null():
 ])
 def test_a_table_that_is_too_large_or_damaged(tmp_path, monkeypatch, error_of, content, reason):
     monkeypatch.setattr("timm_ortho._text.FIELDS", 200)
+    monkeypatch.setattr("timm_ortho._text.ROWS", 150)
     values, runs = study_of("accuracy", axes={}), [run_of("linear", 0, epochs=1)]
     published.write(tmp_path, values, runs)
     assert published.read(tmp_path)[1] == runs
